@@ -1,0 +1,600 @@
+"""
+prepare.py, the ruler of autoresearch: data, tokenizer, loader, clock, metric, report. Nobody edits it during a night.
+
+    uv run prepare.py                   prepare what this machine's profile needs; idempotent, resumable
+    uv run prepare.py --data-dir DIR    a corpus of your own: parquet files with a column `text`, the last is validation
+    uv run prepare.py --verify          hash and re-derive what a score rests on
+
+Exit codes, here and in train.py: 0 good, 1 a bug, 2 set-up or usage, 3 integrity, 4 diverged, 5 out of memory,
+130 and 143 interrupted. Importing this file does nothing; torch, which takes seconds, is imported where it is used.
+"""
+
+import argparse
+import base64
+import bisect
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import multiprocessing.pool
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from time import monotonic as _now  # bound here: a later patch of `time` moves nothing
+
+import filelock
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import requests
+import rustbpe
+import tiktoken
+from tqdm import tqdm
+
+
+# ---- Settings: a change of one of these numbers starts a new results table -------------------------------------------
+def stop(sentence, code=2):
+    """Ends the process with one sentence on stderr: what is wrong and what mends it."""
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+# The driver's device node, or WSL's driver, tells of a GPU at once; to ask torch would take seconds.
+GPU_PRESENT = any(map(os.path.exists, ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")))
+GPU_PRESENT &= os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or ("full" if GPU_PRESENT else "small")
+if PROFILE not in ("full", "small"):
+    stop(f"AUTORESEARCH_PROFILE is {PROFILE!r}; the profiles are full and small.")
+try:
+    TIME_BUDGET, SEED = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300), int(os.environ.get("SEED") or 42)
+    assert 0 < TIME_BUDGET < math.inf and 0 <= SEED < 2**63, f"{TIME_BUDGET:g} and {SEED} are out of range"
+except (ValueError, AssertionError) as error:
+    stop(f"AUTORESEARCH_TIME_BUDGET takes a number of seconds and SEED a whole number, 300 and 42 unset ({error}).")
+
+
+def by_profile(*, full, small):
+    """The value for the profile in force."""
+    return full if PROFILE == "full" else small
+
+
+MAX_SEQ_LEN = by_profile(full=2048, small=512)  # tokens a row
+EVAL_TOKENS = by_profile(full=40 * 524288, small=2**18)  # validation tokens scored
+VOCAB_SIZE = by_profile(full=8192, small=2048)  # the four special tokens included
+CACHE = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser().absolute()
+ROOT = by_profile(full=CACHE, small=CACHE / "small")  # data/ val/ tokenizer/ tokens/ manifest.json
+RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").expanduser().absolute()
+
+CLIMBMIX, CLIMBMIX_VAL = "karpathy/climbmix-400b-shuffle", 6542  # the last shard is pinned: nothing trains on it
+ATTEMPTS, BACKOFF = 5, 1.0  # a download's tries; seconds before the second, doubled before each further one
+PACKAGES = "filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm".split()
+PYTHON_PIECE, PYTHON_HELD_OUT = 2048, 0.05  # characters; of the files
+# GPT-4's (cl100k_base), but runs of digits are cut at two, not three: a small vocabulary has no room for 1000 numbers.
+SPLIT_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
+TOKENIZER_DOC_CHARS, TOKENIZER_CHARS = 10_000, 1_000_000_000
+EVAL_BATCH, BUFFER_DOCS = 32, 1000
+# Honest models, bf16 and routed ones included, moved by 0 to 2e-5 nats on average and 0.02 at most.
+PROBE_MEAN, PROBE_PEAK = 1e-3, 0.1
+
+
+# ---- Cache: every file appears whole or not at all, and the manifest says when all are there -------------------------
+@contextlib.contextmanager
+def replacing(path):
+    """Yields a file to write, under a name of this process's own; it takes `path`'s place on success only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_manifest():
+    """Settings, corpus and files made of it, the latter {path below ROOT: [bytes, sha256]}, empty while unfinished."""
+    manifest = {"settings": {}, "corpus": {}, "files": {}}
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):  # unreadable is as good as none
+        manifest |= json.loads((ROOT / "manifest.json").read_text())
+    return manifest
+
+
+def save_manifest(settings, corpus=(), files=()):
+    lists = {"corpus": corpus, "files": files}.items()
+    info = {key: {os.path.relpath(p, ROOT): [p.stat().st_size, sha256(p)] for p in paths} for key, paths in lists}
+    with replacing(ROOT / "manifest.json") as file:
+        file.write(json.dumps({"settings": settings} | info, indent=1).encode() + b"\n")
+    return {"settings": settings} | info
+
+
+def damaged(recorded, hashed="$^"):
+    """The recorded files that are missing or have another size or, where the name matches `hashed`, another sha256."""
+    for name, (size, digest) in recorded.items():
+        path = ROOT / name
+        if not path.is_file() or path.stat().st_size != size or (re.search(hashed, name) and sha256(path) != digest):
+            yield path
+
+
+# ---- Corpora: whatever the source, parquet files with a column `text`, the last of which is validation ---------------
+def read_shard(path):
+    """Yields the non-empty documents of a shard, 512 rows in memory at a time. Raises pa.ArrowInvalid, a sentence."""
+    try:
+        with pq.ParquetFile(path) as shard:
+            if str(shard.schema_arrow.field("text").type) not in ("string", "large_string"):
+                raise KeyError
+            for batch in shard.iter_batches(batch_size=512, columns=["text"]):
+                yield from filter(None, batch["text"].to_pylist())
+    except KeyError:
+        raise pa.ArrowInvalid(f"{path} has no column `text` of strings; name the column of documents so.") from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise pa.ArrowInvalid(f"{path} is not a whole parquet file; replace it ({str(error)[:80]}).") from None
+
+
+def download(url, path, bar):
+    """Fetches one shard, unless it is there, going on from what `path`.part holds; returns None, or why it could not be
+    had. A body counts if it is as long as announced and opens as a shard: a login page or a cut body never does."""
+    part, why = path.with_name(f"{path.name}.part"), "HF_HUB_OFFLINE is set"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(pa.ArrowInvalid):
+        return next(read_shard(path), None) and None
+    for attempt in range(0 if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") else ATTEMPTS):
+        time.sleep(BACKOFF * 2 ** (attempt - 1) if attempt else 0)
+        have = part.stat().st_size if part.exists() else 0
+        headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
+        try:
+            with requests.get(url, stream=True, timeout=60, headers=headers) as reply:
+                if reply.status_code in (400, 401, 403, 404, 410):
+                    why = f"the server answered {reply.status_code}"
+                    break
+                if reply.status_code != 416:  # 416: no byte lies beyond those that are here
+                    reply.raise_for_status()
+                    bar.total += int(reply.headers.get("Content-Length", 0))
+                    with open(part, "ab" if reply.status_code == 206 else "wb") as file:
+                        for chunk in reply.iter_content(1 << 20):  # raises where the body ends early
+                            bar.update(file.write(chunk))
+            next(read_shard(part), None)
+            os.replace(part, path)
+            return None
+        except requests.RequestException as error:
+            why = str(error)[:120]
+        except pa.ArrowInvalid as error:
+            why = str(error)
+            part.unlink()
+    part.unlink(missing_ok=True)
+    return why
+
+
+def climbmix(num_shards, workers):
+    """Returns the shards of ClimbMix, those missing downloaded. Ends the process where one cannot be had."""
+    wanted = [ROOT / "data" / f"shard_{i:05d}.parquet" for i in range(num_shards)]
+    wanted.append(ROOT / "val" / f"shard_{CLIMBMIX_VAL:05d}.parquet")
+    url = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + f"/datasets/{CLIMBMIX}/resolve/main"
+    bar = tqdm(total=0, unit="B", unit_scale=True, desc="download", disable=None)
+    with bar, multiprocessing.pool.ThreadPool(max(1, workers)) as pool:
+        results = pool.map(lambda path: download(f"{url}/{path.name}", path, bar), wanted, chunksize=1)
+        failed = [(path.name, why) for path, why in zip(wanted, results) if why]
+    if failed:
+        stop(f"{len(failed)} shards could not be had, first {failed[0][0]} ({failed[0][1]}); run again to fetch them.")
+    return wanted
+
+
+def python_corpus():
+    """Writes and returns the shards of the embedded corpus: sources, less tests, of the library and of PACKAGES.
+    The hash of its path holds a file out, or not. Files are cut at line ends into pieces of about a row: packing drops
+    what is longer, and an epoch of whole files would reach 2.5 of 38 million tokens, less than a run on a CPU reads."""
+    library, texts, sides = Path(os.__file__).parent, {}, ([], [])
+    files = [(file.relative_to(library), file) for file in sorted(library.rglob("*.py"))]
+    files += [(file, Path(file.locate())) for name in PACKAGES for file in importlib.metadata.files(name)]
+    for name, file in files:
+        if name.suffix == ".py" and not {"site-packages", "dist-packages", "test", "tests"}.intersection(name.parts):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                texts.setdefault(file.read_bytes().decode(), name.as_posix())  # no vendored copy on the other side
+    for text, name in texts.items():
+        side = sides[int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < PYTHON_HELD_OUT * 2**32]
+        pieces = re.findall(rf"(?s).{{1,{PYTHON_PIECE}}}\n|.{{1,{PYTHON_PIECE}}}", text)
+        side.extend((hashlib.sha256(f"{name}:{i}".encode()).digest(), piece) for i, piece in enumerate(pieces))
+    train, val = ([piece for _, piece in sorted(side)] for side in sides)
+    shards = {ROOT / "data" / f"python_{i}.parquet": train[i::8] for i in range(8)}
+    for path, pieces in (shards := shards | {ROOT / "val" / "python.parquet": val}).items():
+        with replacing(path) as file:
+            pq.write_table(pa.table({"text": pa.array(pieces, pa.string())}), file, compression="zstd")
+    return list(shards)
+
+
+def choose_corpus(args):
+    """(settings that decide the corpus, function that returns its shards)."""
+    if args.data_dir:
+        files = sorted(Path(args.data_dir).absolute().glob("*.parquet"))
+        if len(files) < 2:
+            stop(f"{args.data_dir} holds {len(files)} parquet files; give at least two, the last one is validation.")
+        return {"files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]}, lambda: files
+    if (args.corpus or by_profile(full="climbmix", small="python")) == "climbmix":
+        count = CLIMBMIX_VAL if args.num_shards == -1 else min(args.num_shards, CLIMBMIX_VAL)
+        return {"climbmix": count}, lambda: climbmix(count, args.download_workers)
+    return {"python": sys.version} | {name: importlib.metadata.version(name) for name in PACKAGES}, python_corpus
+
+
+# ---- Tokenizer -------------------------------------------------------------------------------------------------------
+class Tokenizer:
+    """Byte-level BPE over `ranks` {bytes: id}, four special tokens right above, which no text yields. `token_bytes`,
+    int32 [vocabulary]: their raw bytes (as a string, a part of a character would count three), 0 for special tokens."""
+
+    def __init__(self, ranks):
+        self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        self.encoding = tiktoken.Encoding("", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=self.special)
+        self.decode = self.encoding.decode
+        raw = [self.encoding.decode_single_token_bytes(rank) for rank in sorted(ranks.values())]
+        self.token_bytes = np.array([len(token) for token in raw] + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
+
+    @classmethod
+    def from_directory(cls, directory=None):
+        """Reads tokenizer.tiktoken, a line a token: base64 of its bytes, its id."""
+        lines = (Path(directory or ROOT / "tokenizer") / "tokenizer.tiktoken").read_bytes().splitlines()
+        return cls({base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)})
+
+    def get_vocab_size(self):
+        return self.encoding.n_vocab
+
+    def get_bos_token_id(self):
+        return self.special[SPECIAL_TOKENS[0]]
+
+    def encode(self, text, prepend=None):
+        """Ids of a str, or a list of them for a list; `prepend`, a token id or a special token's name, comes first in
+        each. Raises ValueError on any other `prepend`."""
+        if not isinstance(text, str):
+            return [self.encode(one, prepend) for one in text]
+        first = self.special.get(prepend, prepend)
+        if first is not None and not (type(first) is int and 0 <= first < self.get_vocab_size()):
+            raise ValueError(f"prepend is a token id or one of {SPECIAL_TOKENS}, not {prepend!r}")
+        ids = [] if first is None else [first]
+        for i in range(0, len(text), 200_000):  # near a million blanks in a row overflow the split pattern's stack
+            ids += self.encoding.encode_ordinary(text[i : i + 200_000])
+        return ids
+
+
+def train_tokenizer(shards, path):
+    """Trains on the shards and writes tokenizer.tiktoken, unless it is there."""
+
+    def texts(left=TOKENIZER_CHARS):
+        for text in itertools.chain.from_iterable(map(read_shard, shards)):
+            yield text[: min(TOKENIZER_DOC_CHARS, left)]
+            if (left := left - min(len(text), TOKENIZER_DOC_CHARS)) <= 0:
+                return
+
+    if not path.exists():
+        if not any(texts()):
+            stop("the training shards hold no text; give a corpus whose column `text` is not empty.")
+        print(f"training a tokenizer of {VOCAB_SIZE} tokens", flush=True)
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(texts(), VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
+        with replacing(path) as file:
+            file.writelines(base64.b64encode(bytes(t)) + b" %d\n" % i for t, i in trainer.get_mergeable_ranks())
+
+
+# ---- Token cache: a document is tokenised once, here, and not in each of the hundred runs of a night -----------------
+def write_tokens(job):
+    """Writes a shard's documents as flat little-endian uint16 tokens, BOS in front of each, and in .npy their offsets,
+    int64 [documents + 1], unless both are there. `job`: (tokenizer's folder, shard, flat file)."""
+    tokenizer, shard, flat = Tokenizer.from_directory(job[0]), *job[1:]
+    if not (flat.exists() and flat.with_suffix(".npy").exists()):
+        ends = [0]
+        with replacing(flat) as file:
+            for text in read_shard(shard):
+                ids = tokenizer.encode(text, prepend=tokenizer.get_bos_token_id())
+                file.write(np.array(ids, dtype="<u2").tobytes())
+                ends.append(ends[-1] + len(ids))
+        with replacing(flat.with_suffix(".npy")) as file:
+            np.save(file, np.array(ends, dtype=np.int64))
+
+
+def read_tokens(flat):
+    """Yields the documents of a token file, uint16."""
+    tokens, ends = np.memmap(flat, dtype="<u2", mode="r").view(np.ndarray), np.load(flat.with_suffix(".npy")).tolist()
+    yield from (tokens[begin:end] for begin, end in itertools.pairwise(ends))
+
+
+def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
+    """Best-fit packing: yields uint16 rows [row_len] of uint16 documents that each begin with BOS. The buffer holds
+    `buffer_docs` documents, topped up one at a time while the source lasts. Into the space left in a row goes the
+    largest that fits whole; where none does, the shortest is cut to fill the row and its tail dropped; of equals, the
+    oldest. So every row begins with BOS and is exactly full; what cannot fill the last row is dropped."""
+    source, held, order = enumerate(documents), {}, []  # order: sorted keys, length above age
+    while True:  # binary search among 1000 keys: a bitmask of lengths, constant time, measured no faster
+        row, filled = np.empty(row_len, dtype=np.uint16), 0
+        while filled < row_len:
+            for age, document in itertools.islice(source, buffer_docs - len(order)):
+                held[age] = document
+                bisect.insort(order, len(document) << 40 | age)
+            if not order:
+                return
+            place = bisect.bisect_left(order, (row_len - filled + 1) << 40)
+            if place:
+                place = bisect.bisect_left(order, order[place - 1] >> 40 << 40)
+            document = held.pop(order.pop(place) & ((1 << 40) - 1))[: row_len - filled]
+            row[filled : filled + len(document)] = document
+            filled += len(document)
+        yield row
+
+
+def write_rows(flat):
+    """Writes val/rows.bin, the packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1], and returns its path."""
+    wanted, path = EVAL_TOKENS // MAX_SEQ_LEN, flat.with_name("rows.bin")
+    rows = list(itertools.islice(pack_rows(read_tokens(flat), MAX_SEQ_LEN + 1), wanted))
+    if (count := len(rows) // EVAL_BATCH * EVAL_BATCH) == 0:
+        stop(f"the validation shard packs {len(rows)} rows of {MAX_SEQ_LEN + 1} tokens; {EVAL_BATCH} is the least.")
+    if count < wanted:
+        print(f"the validation shard packs {len(rows)} rows: {count} are scored, not {wanted}", flush=True)
+    with replacing(path) as file:
+        file.writelines(row.astype("<u2").tobytes() for row in rows[:count])
+    return path
+
+
+# ---- Loader and clock ------------------------------------------------------------------------------------------------
+# On the monotonic clock: import, first batch, evaluate_bpb entered and left; the score; (time, tokens) of every batch.
+_run = argparse.Namespace(imported=_now(), started=None, stopped=None, scored=None, val_bpb=None, served=[])
+
+
+def elapsed():
+    """Seconds of training: since the first batch was served, until evaluate_bpb was entered; 0.0 before."""
+    return 0.0 if _run.started is None else (_run.stopped or _now()) - _run.started
+
+
+def check_cache():
+    """Returns the manifest of a complete and whole cache of this very prepare.py; else ends the process with code 2."""
+    manifest = load_manifest()
+    if not manifest["files"] or manifest["settings"]["prepare"] != sha256(__file__):
+        stop(f"{ROOT} holds no complete preparation by this version of prepare.py; run `uv run prepare.py`.")
+    for path in damaged(manifest["files"], hashed="tokenizer|rows"):
+        stop(f"{path} is missing or not as it was prepared; run `uv run prepare.py` to mend it.")
+    return manifest
+
+
+def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
+    """Yields (inputs, targets, epoch) for ever: fresh int64 [B, T] on the training device, targets one token ahead,
+    epochs from 1; the rows do not depend on B. The first batch served starts the clock. Raises ValueError for a split
+    other than "train": validation rows are read by evaluate_bpb alone."""
+    if split != "train":
+        raise ValueError(f'split must be "train", not {split!r}: validation rows are read by evaluate_bpb alone')
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    _run.files = load_manifest()["files"]
+    shards = [ROOT / name for name in _run.files if re.fullmatch(r"tokens/.*\.bin", name)]
+    shards, epoch = shards[SEED % len(shards) :] + shards[: SEED % len(shards)], [0]
+
+    def documents():
+        for epoch[0] in itertools.count(1):
+            yield from itertools.chain.from_iterable(map(read_tokens, shards))
+
+    def batches():
+        rows = pack_rows(documents(), T + 1, buffer_size)
+        while True:
+            batch = torch.from_numpy(np.stack(list(itertools.islice(rows, B))).astype(np.int64))
+            batch = batch.pin_memory() if device == "cuda" else batch  # its allocator keeps it until the copy is done
+            batch = batch.to(device, non_blocking=True)
+            _run.served.append((_now(), B * T))
+            _run.started = _run.started or _run.served[0][0]
+            yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), epoch[0]
+
+    return batches()
+
+
+# ---- Metric ----------------------------------------------------------------------------------------------------------
+class IntegrityError(Exception):
+    """A score that cannot be trusted; the message names the check and the number."""
+
+
+def eval_batch_size(rows, batch_size):
+    """The largest divisor of `rows` that is at most min(batch_size, EVAL_BATCH), so that nothing is dropped."""
+    return max(size for size in range(1, min(max(batch_size, 1), EVAL_BATCH) + 1) if rows % size == 0)
+
+
+def score(model, rows, token_bytes, batch_size, rng=None):
+    """(bits per byte, {probe: changes in nats}) of `model` over packed rows, uint16 [N, T + 1], on the model's device:
+    fp32 cross-entropy of the logits [B, T, V] of model(x), x int64 [B, T]; nats and bytes summed in fp64 over targets
+    that stand for bytes. The model never sees the targets. Raises IntegrityError where there is no score. The probes
+    score the first EVAL_BATCH rows again at the end, every other one with another row's tokens from a cut on that `rng`
+    (numpy) draws: what precedes it must not move (causality), nor an untouched row (isolation)."""
+    import torch
+
+    device = next(model.parameters()).device
+    exact = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no fp64
+    table, size = torch.as_tensor(token_bytes, device=device), eval_batch_size(len(rows), batch_size)
+
+    def losses(inputs, targets):
+        inputs, targets = (torch.from_numpy(tokens.astype(np.int64)).to(device) for tokens in (inputs, targets))
+        logits = model(inputs)
+        shape = tuple(logits.shape) if torch.is_tensor(logits) else type(logits).__name__
+        if not torch.is_tensor(logits) or shape[:-1] != targets.shape or shape[-1] < len(table):
+            raise IntegrityError(f"shape: model(x) returned {shape}, not logits {(*targets.shape, len(table))}")
+        pairs = zip(logits, targets, strict=True)  # a row at a time: an fp32 copy of all would be the largest tensor
+        return torch.stack([row.float().logsumexp(-1) - row.float().gather(-1, y[:, None])[:, 0] for row, y in pairs])
+
+    def changes(before, inputs):
+        batches = (slice(start, start + size) for start in range(0, len(inputs), size))
+        return (torch.cat([losses(inputs[b, :-1], rows[b, 1:]) for b in batches]) - before).abs().cpu().numpy()
+
+    sums, before = torch.zeros(3, dtype=torch.float64, device=exact), []
+    model.eval()
+    with torch.no_grad():
+        for batch in (rows[start : start + size] for start in range(0, len(rows), size)):
+            before.append(losses(batch[:, :-1], batch[:, 1:]))
+            length = table[torch.from_numpy(batch[:, 1:].astype(np.int64)).to(device)]
+            parts = torch.where(length > 0, before[-1], 0.0), length, ~before[-1].isfinite()
+            sums += torch.stack([part.to(exact).double().sum() for part in parts])
+        before, probed = torch.cat(before)[:EVAL_BATCH], rows[:EVAL_BATCH].copy()
+        cuts = np.random.default_rng(rng).integers(rows.shape[1] // 4, rows.shape[1] - 1, len(probed))
+        for i in (odd := np.arange(len(probed)) % 2 == 1).nonzero()[0]:
+            probed[i, cuts[i] :] = rows[(i + len(rows) // 2) % len(rows), cuts[i] :]
+        moved = changes(before, probed)
+        probes = {"isolation": moved[~odd], "causality": moved[odd][np.arange(moved.shape[1]) < cuts[odd, None]]}
+        if probes["isolation"].mean() > PROBE_MEAN:  # because of the other rows, or by itself?
+            probes = {"repeatability": changes(before, rows[:EVAL_BATCH])} | probes
+    nats, total, broken = sums.tolist()
+    if broken:
+        raise IntegrityError(f"finite: {broken:.0f} losses are NaN or infinite")
+    for probe, change in probes.items():
+        if change.size and not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
+            raise IntegrityError(f"{probe}: losses moved by {change.mean():.2g} nats, {change.max():.2g} at most")
+    return nats / (math.log(2) * total), probes
+
+
+def evaluate_bpb(model, tokenizer, batch_size):
+    """Validation bits per byte of `model`, lower is better; see `score`. Every packed validation row is scored once;
+    `batch_size` is an upper bound and does not change the result. Stops the clock. To be called once. On failure prints
+    `val_bpb: nan` and `integrity: FAIL ...` with the check and the number, and exits with 3. No check inside a process
+    stops determined code, or can tell that weights came from an earlier run: --verify is for that, and a re-run of the
+    commit in a clean worktree with AUTORESEARCH_RUNS, HOME and TMPDIR of its own."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what is still queued is training
+    again, _run.stopped = _run.stopped is not None, _run.stopped or _now()
+    try:
+        if again or not _run.served:
+            raise IntegrityError("once: evaluate_bpb was called before" if again else "loader: it never served a batch")
+        for path in damaged(_run.files, hashed="tokenizer|rows"):
+            raise IntegrityError(f"data: {path.name} is not what it was when training began")
+        rows = np.fromfile(ROOT / "val" / "rows.bin", dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
+        _run.val_bpb, _ = score(model, rows, Tokenizer.from_directory().token_bytes, batch_size)
+    except IntegrityError as error:
+        print(f"---\nval_bpb: nan\nintegrity: {json.dumps(f'FAIL {error}')}", flush=True)
+        raise SystemExit(3) from None
+    _run.scored = _now()
+    return _run.val_bpb
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------------
+KEYS = """val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps num_params_M depth
+    train_loss eval_seconds startup_seconds tokens_per_second peak_reserved_mb profile time_budget seed device
+    attention torch commit data prepare integrity""".split()
+
+
+def commit():
+    """The short commit that runs, `+dirty` where tracked files differ; AUTORESEARCH_COMMIT where there is no git."""
+    describe = ("git", "-C", Path(__file__).parent, "describe", "--always", "--exclude=*", "--dirty=+dirty")
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(describe, stderr=subprocess.DEVNULL, text=True).strip()
+    return os.environ.get("AUTORESEARCH_COMMIT") or "none"
+
+
+def flags(total_tokens):
+    """What a reader must know before comparing this run's number with another's, or `ok`."""
+    marks, served = _run.served[len(_run.served) // 10 :], sum(tokens for _, tokens in _run.served)
+    halves = (marks[: len(marks) // 2 + 1], marks[len(marks) // 2 :]) if len(marks) >= 20 else ()
+    first, second = [sum(n for _, n in half[:-1]) / (half[-1][0] - half[0][0]) for half in halves] or (1, 1)
+    checks = {
+        f"overtime: {elapsed():.1f} s of {TIME_BUDGET:g}": elapsed() > 1.02 * TIME_BUDGET + 2,
+        f"loader: {total_tokens} tokens trained on, {served} served": total_tokens > served,
+        f"unsteady: {first:.0f} tokens/s, then {second:.0f}": abs(second / first - 1) > 0.10,
+    }
+    return "; ".join(flag for flag, raised in checks.items() if raised) or "ok"
+
+
+def report(val_bpb, *, total_tokens, **stats):
+    """Prints the final block, `---` and `key: value` lines that are also YAML, writes it with the sha256 of train.py as
+    JSON into RUNS and returns that path. Raises ValueError for a score or a key that is not train.py's to give."""
+    own = {
+        "val_bpb": val_bpb, "training_seconds": elapsed(), "total_seconds": _now() - _run.imported,
+        "total_tokens_M": total_tokens / 1e6, "eval_seconds": _run.scored - _run.stopped,
+        "startup_seconds": _run.started - _run.imported, "tokens_per_second": total_tokens / elapsed(),
+        "profile": PROFILE, "time_budget": TIME_BUDGET, "seed": SEED, "torch": importlib.metadata.version("torch"),
+        "commit": commit(), "data": hashlib.sha256(json.dumps(load_manifest()).encode()).hexdigest()[:8],
+        "prepare": sha256(__file__)[:8], "integrity": flags(total_tokens),
+    }  # fmt: skip
+    if val_bpb != _run.val_bpb or own.keys() & stats.keys():
+        raise ValueError(f"evaluate_bpb returned {_run.val_bpb}; the ruler itself reports {sorted(own)}")
+    block = {key: (own | stats)[key] for key in dict.fromkeys([*KEYS, *stats]) if key in own | stats}
+    print("---")
+    for key, value in block.items():
+        if isinstance(value, float):
+            value = format(value, ".6f" if key in ("val_bpb", "train_loss") else ".2f")
+        elif isinstance(value, str) and not re.fullmatch(r"(?![\d.]+e?\d*$)[\w.][\w .+()/-]*", value):
+            value = json.dumps(value)  # what YAML would take for a number or for its own syntax
+        print(f"{key}: {value}", flush=True)
+    block["train"] = sha256(sys.modules["__main__"].__file__)
+    path = RUNS / f"{time.strftime('%Y%m%dT%H%M%S')}_{block['commit']}_{SEED}_{os.getpid()}.json"
+    with replacing(path) as file:
+        file.write(json.dumps({k: v if v == v else None for k, v in block.items()}, indent=1).encode() + b"\n")
+    return path
+
+
+# ---- Command ---------------------------------------------------------------------------------------------------------
+def prepare(args):
+    """Makes what is missing; whatever the settings no longer fit goes first."""
+    manifest, (settings, make_shards) = load_manifest(), choose_corpus(args)
+    settings |= {"prepare": sha256(__file__), "vocab_size": VOCAB_SIZE, "split_pattern": SPLIT_PATTERN}
+    stale = [*damaged(manifest["files"]), *ROOT.rglob(".*.tmp")]  # the latter of preparations that were killed
+    if settings != manifest["settings"]:
+        stale += [p for glob in ("tok*/*", "val/*.bin", "val/*.npy", "*/python*.parquet") for p in ROOT.glob(glob)]
+    if stale or not manifest["files"]:
+        for path in stale:
+            path.unlink(missing_ok=True)
+        save_manifest(settings)
+        shards, vocabulary = make_shards(), ROOT / "tokenizer" / "tokenizer.tiktoken"
+        train_tokenizer(shards[:-1], vocabulary)
+        flats = [*(ROOT / "tokens" / f"{shard.stem}.bin" for shard in shards[:-1]), ROOT / "val" / "tokens.bin"]
+        jobs = [(vocabulary.parent, shard, flat) for shard, flat in zip(shards, flats, strict=True)]
+        context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # the parent ends them
+        with context.Pool(min(os.cpu_count() or 1, len(jobs)), signal.signal, ignore) as pool:
+            list(tqdm(pool.imap(write_tokens, jobs), "tokenise", len(jobs), unit="shard", disable=None))
+        files = [vocabulary, *flats, *(flat.with_suffix(".npy") for flat in flats), write_rows(flats[-1])]
+        manifest = save_manifest(settings, shards, files)
+    rows = manifest["files"]["val/rows.bin"][0] // (2 * (MAX_SEQ_LEN + 1))
+    print(f"ready: {PROFILE} profile, {len(manifest['corpus'])} shards, {rows} validation rows; next: uv run train.py")
+
+
+def verify():
+    """Hashes every file in the manifest, derives bytes and tokens again from some texts, compares prepare.py with git
+    and with the one that made the cache. Lists what speaks against a score and exits with 3, or says `verified`."""
+    manifest, tokenizer, here = check_cache(), Tokenizer.from_directory(), Path(__file__).parent
+    found = [f"{path} is not as recorded" for path in damaged(manifest["corpus"] | manifest["files"], hashed="")]
+    for name, flat in () if found else zip(manifest["corpus"], [*manifest["files"]][1:]):
+        for text, tokens in itertools.islice(zip(read_shard(ROOT / name), read_tokens(ROOT / flat)), 100):
+            if tokenizer.token_bytes[tokens].sum() != len(text.encode()) or tokenizer.decode(tokens[1:]) != text:
+                found.append(f"the tokens of {name} are not its text: {text[:40]!r}")
+    git = subprocess.run(("git", "status", "--porcelain", "prepare.py"), cwd=here, capture_output=True, text=True)
+    found += [f"prepare.py differs from the commit: {git.stdout.strip()}"] if git.stdout else []
+    tree = (path for path in here.rglob("*") if not {".git", ".venv"}.intersection(path.relative_to(here).parts))
+    found += [f"{path} could carry state, over 1 MB" for path in tree if path.is_file() and path.stat().st_size > 10**6]
+    print(*found or [f"verified: {len(manifest['corpus']) + len(manifest['files'])} files, prepare.py"], sep="\n")
+    raise SystemExit(3 if found else 0)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Prepares corpus, tokenizer and validation rows for train.py.")
+    parser.add_argument("--num-shards", type=int, default=20, help="training shards of ClimbMix, -1 for all (20)")
+    parser.add_argument("--download-workers", type=int, default=8, help="downloads at a time (8)")
+    parser.add_argument("--corpus", choices=("climbmix", "python"), help="default: climbmix in full, python in small")
+    parser.add_argument("--verify", action="store_true", help="check what a score rests on, change nothing")
+    parser.add_argument("--data-dir", metavar="DIR", help="parquet files with a column `text`; the last is validation")
+    args = parser.parse_args()
+    try:
+        if args.verify:
+            verify()
+        ROOT.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(ROOT / ".lock"):
+            prepare(args)
+    except pa.ArrowInvalid as error:
+        stop(error)
+    except OSError as error:
+        stop(f"{error}; make it writable, free space, or set AUTORESEARCH_CACHE to another folder.")
+    except KeyboardInterrupt:
+        stop("interrupted; nothing is lost, run the same command to go on.", 130)
+
+
+if __name__ == "__main__":
+    main()
