@@ -522,7 +522,7 @@ def report(val_bpb, *, total_tokens, **stats):
     for key, value in block.items():
         if isinstance(value, float):
             value = format(value, ".6f" if key in ("val_bpb", "train_loss") else ".2f")
-        elif isinstance(value, str) and not re.fullmatch(r"(?![\d.]+e?\d*$)[\w.][\w .+()/-]*", value):
+        elif isinstance(value, str) and not re.fullmatch(r"(?!\d*\.?\d+(e\d+)?$)[\w.][\w .+()/-]*", value):
             value = json.dumps(value)  # what YAML would take for a number or for its own syntax
         print(f"{key}: {value}", flush=True)
     block["train"] = sha256(sys.modules["__main__"].__file__)
