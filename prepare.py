@@ -132,7 +132,7 @@ def damaged(recorded, hashed="$^"):
 def read_shard(path):
     """Yields the non-empty documents of a shard, 512 rows in memory at a time. Raises pa.ArrowInvalid, a sentence."""
     try:
-        with pq.ParquetFile(path) as shard:
+        with pq.ParquetFile(path, page_checksum_verification=True) as shard:
             if str(shard.schema_arrow.field("text").type) not in ("string", "large_string"):
                 raise KeyError
             for batch in shard.iter_batches(batch_size=512, columns=["text"]):

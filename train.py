@@ -4,13 +4,15 @@ train.py, the subject of autoresearch: the whole GPT, MuonAdamW and the training
     uv run train.py                 train for exactly TIME_BUDGET seconds, then print val_bpb (lower is better)
     grep -n '^# ----' train.py      the table of contents
 
-prepare.py owns data, clock and metric. Importing this file does nothing. Shapes: B rows, T tokens, C width, H heads,
-D head size, V vocabulary. SEED and the rest of the environment are described in README.md.
+prepare.py owns data, clock and metric. Importing this file does nothing. README.md describes the environment.
+Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary.
 """
 
+import ctypes
 import gc
 import math
 import os
+import resource
 import signal
 import sys
 from dataclasses import dataclass
@@ -28,11 +30,11 @@ from torch import nn
 # fmt: off
 # Model
 DEPTH            = by_profile(full=8, small=4)       # layers
-ASPECT_RATIO     = by_profile(full=64, small=64)     # width = DEPTH * ASPECT_RATIO, up to a multiple of HEAD_DIM
+ASPECT_RATIO     = by_profile(full=64, small=48)     # width = DEPTH * ASPECT_RATIO, up to a multiple of HEAD_DIM
 HEAD_DIM         = by_profile(full=128, small=64)    # channels a head
 KV_HEADS         = 0                                 # key and value heads; 0: as many as query heads
-WINDOW_PATTERN   = by_profile(full="SSSL", small="L")  # a letter a layer, repeated; the last layer is always L
-SHORT_WINDOW     = MAX_SEQ_LEN // 2                  # positions an S layer looks back; an L layer sees all
+WINDOW_PATTERN   = "SSSL"                            # a letter a layer, repeated; the last layer is always L
+SHORT_WINDOW     = by_profile(full=1024, small=128)  # positions an S layer looks back; an L layer sees all
 MLP_RATIO        = 4                                 # hidden channels of the MLP per channel
 ROPE_BASE        = 10000                             # longest wavelength of the rotary embedding, about, in positions
 LOGIT_SOFTCAP    = 15                                # logits stay within +-this
@@ -44,8 +46,8 @@ MATRIX_SCALE     = 1.0                               # of the blocks' uniform(-s
 RESID_INIT       = 1.0                               # weight of the stream in front of each layer
 X0_INIT          = 0.1                               # weight of the embedding, mixed in again in front of each layer
 # Batch
-TOTAL_BATCH_SIZE  = by_profile(full=2**19, small=2**13)  # tokens a step; smaller: more, noisier steps
-DEVICE_BATCH_SIZE = by_profile(full=128, small=16)   # rows at a time; halved by itself where memory runs out
+TOTAL_BATCH_SIZE  = by_profile(full=2**19, small=2**12)  # tokens a step; smaller: more, noisier steps
+DEVICE_BATCH_SIZE = by_profile(full=128, small=8)    # rows at a time; halved by itself where memory runs out
 LOSS_CHUNK        = by_profile(full=8192, small=512)  # tokens whose logits exist at a time
 # Optimizer
 EMBEDDING_LR     = 0.6                               # wte and value embeddings, AdamW
@@ -144,6 +146,9 @@ def choose_device():
         stop("torch cannot use this GPU (its wheels need driver 580 or newer); update it or set CUDA_VISIBLE_DEVICES=")
     if torch.backends.mps.is_available():
         return torch.device("mps"), "mps", torch.float32, "not every Apple chip has bfloat16"
+    # glibc gives large blocks back to the kernel, which zeroes them anew every step, a tenth of it: do without.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+    mallopt(-4, 0), mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     found = [name for name in ("avx512_bf16", "amx_bf16") if torch.cpu.get_capabilities().get(name)]
     dtype = torch.bfloat16 if found else torch.float32
     return torch.device("cpu"), "cpu", dtype, ", ".join(found) or "neither AVX512-BF16 nor AMX"
@@ -153,8 +158,6 @@ def peak_memory_mb(device):
     """(allocated, reserved) on the GPU; elsewhere the process's peak resident memory, twice."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20
-    import resource  # not on Windows
-
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),) * 2
 
 
@@ -380,7 +383,8 @@ class GPT(nn.Module):
             x = block(x, x0, self.resid_lambdas[i], self.x0_lambdas[i], ve, cos, sin)
         x = norm(x)
         if targets is not None and reduction == "mean":
-            return torch.compiler.disable(ChunkedLoss.apply)(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+            loss = torch.compiler.disable(ChunkedLoss.apply) if COMPILE else ChunkedLoss.apply
+            return loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         logits = LOGIT_SOFTCAP * torch.tanh(self.lm_head(x).float() / LOGIT_SOFTCAP)
         if targets is None:
             return logits
@@ -399,8 +403,8 @@ def loss_chunk(x, weight, targets, scale):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The mean of `loss_chunk`, LOSS_CHUNK tokens at a time, gradients at once: [B, T, V] logits never exist, in fp32
-    the largest tensor of a step by far, and on a CPU each chunk stays in the cache."""
+    """The mean of `loss_chunk`, LOSS_CHUNK tokens at a time, gradients at once: [B, T, V] logits, the largest tensor of
+    a step by far, never exist, and on a CPU each chunk stays in the cache."""
 
     chunk = staticmethod(loss_chunk)  # warm_up compiles it: one chunk, called often, not an unrolled loop
 
@@ -507,17 +511,16 @@ def muon_update(p, grad, velocity, square, lr, momentum, weight_decay, dtype):
     return lr * max(1, p.shape[-2] / p.shape[-1]) ** 0.5 * (update + weight_decay * p * (update * p >= 0))
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW:
     """Muon for groups of matrices of one shape, AdamW for the rest. What changes from step to step (lr, momentum,
     decay) enters the compiled updates as 0-D tensors, so that nothing recompiles."""
 
-    def __init__(self, groups, dtype, compiler=lambda function: function):
-        super().__init__(groups, defaults={"lr": 0.0, "momentum": 0.0, "weight_decay": 0.0})
-        self.dtype, self.adamw, self.muon = dtype, compiler(adamw_update), compiler(muon_update)
+    def __init__(self, groups, dtype):
+        self.param_groups, self.dtype, self.adamw, self.muon = groups, dtype, adamw_update, muon_update
         self.reset()
 
     def reset(self):
-        """Back to before the first step."""
+        """Back to before the first step. Groups take lr, momentum and weight_decay from `set_schedules`."""
         self.steps = 0
         for group in self.param_groups:
             first, *_ = params = group["params"]
@@ -542,6 +545,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 scalars = [torch.tensor(x) for x in (group["lr"], *betas, *(1 - beta**self.steps for beta in betas))]
                 for tensors in zip(params, grads, group["mean"], group["square"], strict=True):
                     self.adamw(*tensors, *scalars)
+            for p in params:
+                p.grad = None
 
 
 # ---- Schedules -------------------------------------------------------------------------------------------------------
@@ -574,7 +579,6 @@ def train_step(model, optimizer, batches, micro_batches):
         loss.backward()
         total = total + loss.detach()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return total, epoch
 
 
@@ -584,16 +588,15 @@ def warm_up(model, dtype, validation_rows):
     compilation where there is no compiler. Returns (callable model, optimizer, rows at a time)."""
     device, rows = model.lm_head.weight.device, DEVICE_BATCH_SIZE
     compiler = partial(torch.compile, dynamic=False) if COMPILE else lambda function: function
-
     batches = iter(lambda: (*torch.randint(model.config.vocab_size, (2, rows, MAX_SEQ_LEN), device=device), 0), None)
     while True:
         micro_batches = accumulation_steps(rows)
         initialise(model, dtype, SEED)
         model.zero_grad(set_to_none=True)
-        faster = (
-            compiler if device.type == "cuda" else lambda function: function
-        )  # on a CPU the optimizer is all products
-        optimizer, callable_model = MuonAdamW(parameter_groups(model), dtype, faster), compiler(model)
+        optimizer, callable_model = MuonAdamW(parameter_groups(model), dtype), compiler(model)
+        if device.type == "cuda":  # on a CPU the updates are all products: compiling them costs 25 s and gains nothing
+            optimizer.adamw, optimizer.muon = compiler(adamw_update), compiler(muon_update)
+        set_schedules(optimizer, 0.0, 0)
         ChunkedLoss.chunk = staticmethod(compiler(loss_chunk))
         try:
             for _ in range(2):  # memory peaks in the second, when gradients meet optimizer state
@@ -638,8 +641,7 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
         seconds = monotonic() - began
         if step == 1:  # no pauses from here on: what exists now stays, and a run is too short to need collection
             gc.collect()
-            gc.freeze()
-            gc.disable()
+            gc.freeze(), gc.disable()
         if live or monotonic() - printed > 5:
             printed, rate = monotonic(), TOTAL_BATCH_SIZE / seconds
             mfu = f"{100 * flops * rate / peak:.1f}%" if peak else "n/a"
@@ -647,8 +649,7 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
                   f"lr x{lr_factor(progress):.2f} {1000 * seconds:6.0f} ms {rate:9.0f} tok/s mfu {mfu} epoch {epoch} "
                   f"left {TIME_BUDGET - elapsed():4.0f} s", end="" if live else "\n", flush=True)  # fmt: skip
     print(end="\n" * live)
-    gc.unfreeze()
-    gc.enable()
+    gc.unfreeze(), gc.enable()
     return step, smooth
 
 

@@ -1,0 +1,165 @@
+"""Real runs of train.py in fresh processes, with knobs edited by one-line substitution as an agent would."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import prepare
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT, run_script
+
+TINY = {
+    "DEPTH": 2, "ASPECT_RATIO": 32, "HEAD_DIM": 32, "TOTAL_BATCH_SIZE": 2048, "DEVICE_BATCH_SIZE": 4, "COMPILE": False,
+    "WINDOW_PATTERN": '"SL"',
+}  # fmt: skip
+NINE = "val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps num_params_M depth".split()
+
+
+def edited(folder, replace=(), **knobs):
+    """A folder with both scripts, train.py's knobs changed and then `replace` (old, new) texts."""
+    folder.mkdir()
+    shutil.copy(ROOT / "prepare.py", folder)
+    source = (ROOT / "train.py").read_text()
+    for name, value in (TINY | knobs).items():
+        source, count = re.subn(rf"^({name}\s*=).*?(\s*#.*)?$", rf"\1 {value}\2", source, count=1, flags=re.M)
+        assert count == 1, name
+    for old, new in replace:
+        assert old in source
+        source = source.replace(old, new)
+    (folder / "train.py").write_text(source)
+    return folder / "train.py"
+
+
+def train(script, seconds=2, **environment):
+    runs = script.parent / "runs"
+    environment = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
+    done = run_script(script, cwd=script.parent, **environment)
+    done.records = [json.loads(path.read_text()) for path in environment["AUTORESEARCH_RUNS"].glob("*.json")]
+    return done
+
+
+SCENARIOS = {
+    "good": lambda folder: train(edited(folder)),
+    "no data": lambda folder: train(edited(folder), AUTORESEARCH_CACHE=folder / "nothing"),
+    "indivisible": lambda folder: train(edited(folder, TOTAL_BATCH_SIZE=1000)),
+    "nan": lambda folder: train(edited(folder, EMBEDDING_LR="float('nan')")),
+    "no memory": lambda folder: train(edited(folder, [("    x = x0 = norm(", "    raise torch.OutOfMemoryError\n        x = x0 = norm(")])),
+    "leak": lambda folder: train(edited(folder, [("x = x0 = norm(self.wte(idx))", "x = x0 = norm(self.wte(idx) + self.wte(idx).roll(-1, 1))")])),
+    "smuggled": lambda folder: smuggled(folder),
+    "signal 2": lambda folder: interrupted(folder, signal.SIGINT),
+    "signal 15": lambda folder: interrupted(folder, signal.SIGTERM),
+}  # fmt: skip
+
+
+def smuggled(folder):
+    """Saves its weights outside the cache and loads those of the run before; then the same in a clean HOME and TMPDIR."""
+    save = "    val_bpb = prepare.evaluate_bpb"
+    script = edited(folder, [
+        ("    steps, loss = train(", "    import pathlib, tempfile\n    kept = pathlib.Path(tempfile.gettempdir(), 'kept.pt')\n"
+         "    if kept.exists():\n        model.load_state_dict(torch.load(kept))\n    steps, loss = train("),
+        (save, "    torch.save(model.state_dict(), kept)\n" + save),
+    ])  # fmt: skip
+    places = [folder / "night", folder / "night", folder / "clean"]
+    for place in places[1:]:
+        place.mkdir()
+    return [train(script, TMPDIR=place, HOME=place, AUTORESEARCH_RUNS=place / "runs") for place in places]
+
+
+def interrupted(folder, number):
+    """(exit code, seconds until it came, output, runs folder) of a run that gets a signal in the middle of training."""
+    script, log = edited(folder), folder / "log"
+    environment = os.environ | {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(folder / "runs")}
+    with open(log, "wb") as file:
+        process = subprocess.Popen([sys.executable, script], stdout=file, stderr=file, env=environment, cwd=folder)
+        deadline = time.monotonic() + 60
+        while b"step" not in log.read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        begun = time.monotonic()
+        code = process.wait(timeout=20)
+    return code, time.monotonic() - begun, log.read_text(), folder / "runs"
+
+
+@pytest.fixture(scope="session")
+def outcomes(cache, tmp_path_factory):
+    """All scenarios, two at a time: most of each is the start of a process."""
+    folder = tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {name: pool.submit(scenario, folder / name.replace(" ", "_")) for name, scenario in SCENARIOS.items()}
+        return {name: job.result() for name, job in jobs.items()}
+
+
+def test_a_run_ends_with_a_block_that_is_yaml_and_a_record_that_says_the_same(outcomes):
+    done = outcomes["good"]
+    assert done.returncode == 0, done.output
+    head, _, block = done.stdout.partition("\n---\n")
+    block = yaml.safe_load(block)
+    assert list(block)[:9] == NINE and list(block) == [key for key in prepare.KEYS if key in block]
+    assert set(prepare.KEYS) == set(block)
+    assert block["integrity"] in ("ok", *[flag for flag in [block["integrity"]] if flag.startswith("unsteady")])
+    assert 0 < block["training_seconds"] <= 2.5 and block["time_budget"] == 2 and block["seed"] == 42
+    assert block["total_tokens_M"] == pytest.approx(block["num_steps"] * 2048 / 1e6, abs=0.005)
+    rows, table = np.fromfile(prepare.ROOT / "val/rows.bin", "<u2"), prepare.Tokenizer.from_directory().token_bytes
+    untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
+    assert 1 < block["val_bpb"] < 0.95 * untrained
+    [record] = done.records
+    assert record.pop("train") == prepare.sha256(ROOT / "train.py") or len(done.records) == 1
+    assert record["val_bpb"] == pytest.approx(block["val_bpb"], abs=1e-6) and set(record) == set(block)
+    assert "width 64" in head and "attention blocks" in head and "\r" not in head
+    assert len(done.output) < 20_000 and len("\n".join(done.output.splitlines()[-50:])) < 5_000
+
+
+def test_no_data(outcomes):
+    done = outcomes["no data"]
+    assert done.returncode == 2 and "run `uv run prepare.py`" in done.stderr and done.output.count("\n") == 1
+
+
+def test_indivisible_batch(outcomes):
+    done = outcomes["indivisible"]
+    assert done.returncode == 2 and "TOTAL_BATCH_SIZE = 1000 is not a multiple" in done.stderr and not done.records
+
+
+def test_nan_fails_fast(outcomes):
+    done = outcomes["nan"]
+    assert (
+        done.returncode == 4
+        and re.search(r"^FAIL: training diverged, loss nan", done.stdout, re.M)
+        and not done.records
+    )
+
+
+def test_out_of_memory_throughout(outcomes):
+    done = outcomes["no memory"]
+    assert done.returncode == 5 and "out of memory with one row" in done.stderr and "Traceback" not in done.output
+    assert done.stdout.count("DEVICE_BATCH_SIZE") == 2 and not done.records
+
+
+def test_a_model_that_sees_the_next_token_gets_no_score(outcomes):
+    done = outcomes["leak"]
+    assert done.returncode == 3 and not done.records, done.output
+    block = yaml.safe_load(done.stdout.partition("\n---\n")[2])
+    assert math.isnan(float(block["val_bpb"])) and block["integrity"].startswith("FAIL causality: ")
+
+
+def test_a_clean_worktree_exposes_weights_of_an_earlier_run(outcomes):
+    """The run itself cannot tell; the same commit with HOME, TMPDIR and AUTORESEARCH_RUNS of its own can."""
+    assert [done.returncode for done in outcomes["smuggled"]] == [0, 0, 0], outcomes["smuggled"][1].output
+    first, night, clean = ([record["val_bpb"] for record in done.records] for done in outcomes["smuggled"])
+    assert min(night) < min(clean) - 0.02, (first, night, clean)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_at_once_without_a_score(outcomes, number, code):
+    returncode, seconds, output, runs = outcomes[f"signal {int(number)}"]
+    assert returncode == code and seconds < 5 and not runs.exists()
+    assert "no score" in output and "Traceback" not in output and "---" not in output
