@@ -68,7 +68,7 @@ def smuggled(folder):
         ("    steps, loss = train(", "    import pathlib, tempfile\n    kept = pathlib.Path(tempfile.gettempdir(), 'kept.pt')\n"
          "    if kept.exists():\n        model.load_state_dict(torch.load(kept))\n    steps, loss = train("),
         (save, "    torch.save(model.state_dict(), kept)\n" + save),
-    ])  # fmt: skip
+    ], EMBEDDING_LR=0.02, UNEMBEDDING_LR=0.0005, MATRIX_LR=0.002)  # fmt: skip
     places = [folder / "night", folder / "night", folder / "clean"]
     for place in places[1:]:
         place.mkdir()
@@ -111,7 +111,7 @@ def test_a_run_ends_with_a_block_that_is_yaml_and_a_record_that_says_the_same(ou
     assert block["total_tokens_M"] == pytest.approx(block["num_steps"] * 2048 / 1e6, abs=0.005)
     rows, table = np.fromfile(prepare.ROOT / "val/rows.bin", "<u2"), prepare.Tokenizer.from_directory().token_bytes
     untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
-    assert 1 < block["val_bpb"] < 0.95 * untrained
+    assert 0.5 < block["val_bpb"] < 0.95 * untrained
     [record] = done.records
     assert record.pop("train") == prepare.sha256(ROOT / "train.py") or len(done.records) == 1
     assert record["val_bpb"] == pytest.approx(block["val_bpb"], abs=1e-6) and set(record) == set(block)
