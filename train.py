@@ -693,7 +693,7 @@ def main():
     except torch.OutOfMemoryError:
         stop("out of memory; lower DEVICE_BATCH_SIZE.", 5)
     except OSError as error:
-        stop(f"{error.filename}: {error.strerror or error}; free space, or set AUTORESEARCH_RUNS to a writable folder.")
+        stop(f"{error}; free space, or set AUTORESEARCH_RUNS to a writable folder.")
 
 
 if __name__ == "__main__":

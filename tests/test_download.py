@@ -1,6 +1,5 @@
 """ClimbMix from a local HTTP server through HF_ENDPOINT: what is whole is kept, what is not never is."""
 
-import contextlib
 import re
 import threading
 from collections import Counter
@@ -184,9 +183,10 @@ def test_two_preparers_at_once_do_the_work_once(hub, tmp_path):
         threading.Thread(target=lambda: results.append(run_script(ROOT / "prepare.py", *arguments, **environment)))
         for _ in range(2)
     ]
-    with contextlib.ExitStack():
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert [result.returncode for result in results] == [0, 0], [result.output for result in results]
     assert sum("training a tokenizer" in result.stdout for result in results) == 1
     assert set(hub.requests.values()) == {1}

@@ -106,14 +106,14 @@ def test_a_run_ends_with_a_block_that_is_yaml_and_a_record_that_says_the_same(ou
     block = yaml.safe_load(block)
     assert list(block)[:9] == NINE and list(block) == [key for key in prepare.KEYS if key in block]
     assert set(prepare.KEYS) == set(block)
-    assert block["integrity"] in ("ok", *[flag for flag in [block["integrity"]] if flag.startswith("unsteady")])
+    assert block["integrity"] == "ok" or block["integrity"].startswith("unsteady")  # two seconds beside other tests
     assert 0 < block["training_seconds"] <= 2.5 and block["time_budget"] == 2 and block["seed"] == 42
     assert block["total_tokens_M"] == pytest.approx(block["num_steps"] * 2048 / 1e6, abs=0.005)
     rows, table = np.fromfile(prepare.ROOT / "val/rows.bin", "<u2"), prepare.Tokenizer.from_directory().token_bytes
     untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
     assert 0.5 < block["val_bpb"] < 0.95 * untrained
     [record] = done.records
-    assert record.pop("train") == prepare.sha256(ROOT / "train.py") or len(done.records) == 1
+    assert record.pop("train") == prepare.sha256(done.args[1])
     assert record["val_bpb"] == pytest.approx(block["val_bpb"], abs=1e-6) and set(record) == set(block)
     assert "width 64" in head and "attention blocks" in head and "\r" not in head
     assert len(done.output) < 20_000 and len("\n".join(done.output.splitlines()[-50:])) < 5_000
