@@ -15,7 +15,7 @@ PYTHON = ("prepare.py", "train.py")
 ALLOWED = {
     "flops_per_token": {6, 12},  # FLOPs a parameter and an attended channel
     "module": None,  # the table of GPU peaks, the probe's tolerance, Polar Express's coefficients
-    "peak_flops": {1e12}, "peak_memory_mb": {10, 20}, "choose_device": {8}, "load_fa3": {9}, "load_varlen": {8},
+    "peak_flops": {1e12}, "peak_memory_mb": {10, 20}, "choose_device": {8, 4}, "load_fa3": {9}, "load_varlen": {8},
     "reference_attention": {0.5}, "attend": {0.5}, "load_blocks": {8}, "attention": {3, 64}, "choose_attention": {160},
     "initialise": {3}, "parameter_groups": {768}, "orthogonalise": {1.02, 1e-6}, "muon_update": {0.5},
     "warm_up": {5, 160}, "train": {100, 4, 0.1, 5, 13, 1000}, "run": {1e6, 100}, "main": {128, 5},
