@@ -118,7 +118,6 @@ def test_rotation_depends_on_distance_alone():
 
 @pytest.mark.parametrize("window", [4, 32])
 def test_the_model_is_causal_and_its_window_reaches_no_further(window):
-    config = tiny(layers=1, window=window)
     config = train.Config(61, 32, 2, 2, 32, (window,))
     model, x = build(config), tokens(config, B=1)
     changed = x.clone()
