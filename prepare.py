@@ -69,7 +69,6 @@ VOCAB_SIZE = by_profile(full=8192, small=2048)  # the four special tokens includ
 CACHE = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser().absolute()
 ROOT = by_profile(full=CACHE, small=CACHE / "small")  # data/ val/ tokenizer/ tokens/ manifest.json
 RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").expanduser().absolute()
-
 CLIMBMIX, CLIMBMIX_VAL = "karpathy/climbmix-400b-shuffle", 6542  # the last shard is pinned: nothing trains on it
 ATTEMPTS, BACKOFF = 5, 1.0  # a download's tries; seconds before the second, doubled before each further one
 PACKAGES = "filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm".split()
@@ -80,7 +79,7 @@ SPLIT_PATTERN = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 TOKENIZER_DOC_CHARS, TOKENIZER_CHARS = 10_000, 1_000_000_000
-EVAL_BATCH, BUFFER_DOCS = 32, 1000
+EVAL_BATCH, BUFFER_DOCS, STARTUP_LIMIT = 32, 1000, 300  # rows; documents; seconds, where 90 compile all anew on a CPU
 # Honest models, bf16 and routed ones included, moved by 0 to 2e-5 nats on average and 0.02 at most.
 PROBE_MEAN, PROBE_PEAK = 1e-3, 0.1
 
@@ -192,9 +191,8 @@ def climbmix(num_shards, workers):
 
 
 def python_corpus():
-    """Writes and returns the shards of the embedded corpus: sources, less tests, of the library and of PACKAGES.
-    The hash of its path holds a file out, or not. Files are cut at line ends into pieces of about a row: packing drops
-    what is longer, and an epoch of whole files would reach 2.5 of 38 million tokens, less than a run on a CPU reads."""
+    """Writes the embedded corpus, sources of the library and of PACKAGES less tests, and returns its shards. Its path's
+    hash holds a file out. They are cut at line ends: of whole files packing would use 2.5 of 38 million tokens."""
     library, texts, sides = Path(os.__file__).parent, {}, ([], [])
     files = [(file.relative_to(library), file) for file in sorted(library.rglob("*.py"))]
     files += [(file, Path(file.locate())) for name in PACKAGES for file in importlib.metadata.files(name)]
@@ -207,11 +205,11 @@ def python_corpus():
         pieces = re.findall(rf"(?s).{{1,{PYTHON_PIECE}}}\n|.{{1,{PYTHON_PIECE}}}", text)
         side.extend((hashlib.sha256(f"{name}:{i}".encode()).digest(), piece) for i, piece in enumerate(pieces))
     train, val = ([piece for _, piece in sorted(side)] for side in sides)
-    shards = {ROOT / "data" / f"python_{i}.parquet": train[i::8] for i in range(8)}
-    for path, pieces in (shards := shards | {ROOT / "val" / "python.parquet": val}).items():
-        with replacing(path) as file:
-            pq.write_table(pa.table({"text": pa.array(pieces, pa.string())}), file, compression="zstd")
-    return list(shards)
+    shards = {f"data/python_{i}.parquet": train[i::8] for i in range(8)} | {"val/python.parquet": val}
+    for name in itertools.filterfalse(lambda name: (ROOT / name).exists(), shards):
+        with replacing(ROOT / name) as file:
+            pq.write_table(pa.table({"text": pa.array(shards[name], pa.string())}), file, compression="zstd")
+    return [ROOT / name for name in shards]
 
 
 def choose_corpus(args):
@@ -236,8 +234,7 @@ class Tokenizer:
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding("", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=self.special)
         self.decode = self.encoding.decode
-        raw = [self.encoding.decode_single_token_bytes(rank) for rank in sorted(ranks.values())]
-        self.token_bytes = np.array([len(token) for token in raw] + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
+        self.token_bytes = np.int32([*map(len, sorted(ranks, key=ranks.get)), *[0] * len(SPECIAL_TOKENS)])
 
     @classmethod
     def from_directory(cls, directory=None):
@@ -252,8 +249,7 @@ class Tokenizer:
         return self.special[SPECIAL_TOKENS[0]]
 
     def encode(self, text, prepend=None):
-        """Ids of a str, or a list of them for a list; `prepend`, a token id or a special token's name, comes first in
-        each. Raises ValueError on any other `prepend`."""
+        """Ids of a str, or of each in a list, behind `prepend`: None, a token id or a special name, else ValueError."""
         if not isinstance(text, str):
             return [self.encode(one, prepend) for one in text]
         first = self.special.get(prepend, prepend)
@@ -404,10 +400,10 @@ def eval_batch_size(rows, batch_size):
 
 def score(model, rows, token_bytes, batch_size, rng=None):
     """(bits per byte, {probe: changes in nats}) of `model` over packed rows, uint16 [N, T + 1], on the model's device:
-    fp32 cross-entropy of the logits [B, T, V] of model(x), x int64 [B, T]; nats and bytes summed in fp64 over targets
-    that stand for bytes. The model never sees the targets. Raises IntegrityError where there is no score. The probes
-    score the first EVAL_BATCH rows again at the end, every other one with another row's tokens from a cut on that `rng`
-    (numpy) draws: what precedes it must not move (causality), nor an untouched row (isolation)."""
+    fp32 cross-entropy of its logits [B, T, V] for x int64 [B, T], nats and bytes summed in fp64 over targets that stand
+    for bytes. The model never sees the targets. Raises IntegrityError. Probes score the first EVAL_BATCH rows again,
+    every other one with other tokens behind a cut that `rng` (numpy) draws: what is before it must not move (causality,
+    and by itself at both ends, edges), nor an untouched row (isolation)."""
     import torch
 
     device = next(model.parameters()).device
@@ -436,11 +432,12 @@ def score(model, rows, token_bytes, batch_size, rng=None):
             parts = torch.where(length > 0, before[-1], 0.0), length, ~before[-1].isfinite()
             sums += torch.stack([part.to(exact).double().sum() for part in parts])
         before, probed = torch.cat(before)[:EVAL_BATCH], rows[:EVAL_BATCH].copy()
-        cuts = np.random.default_rng(rng).integers(rows.shape[1] // 4, rows.shape[1] - 1, len(probed))
-        for i in (odd := np.arange(len(probed)) % 2 == 1).nonzero()[0]:
-            probed[i, cuts[i] :] = rows[(i + len(rows) // 2) % len(rows), cuts[i] :]
-        moved = changes(before, probed)
-        probes = {"isolation": moved[~odd], "causality": moved[odd][np.arange(moved.shape[1]) < cuts[odd, None]]}
+        cuts = np.random.default_rng(rng).integers(rows.shape[1] // 4, rows.shape[1] - 1, (len(probed) // 2, 1))
+        behind = np.arange(rows.shape[1]) >= cuts
+        probed[1::2][behind] = rows[::-1][1 : len(probed) : 2][behind]
+        moved, edges = changes(before, probed), behind[:, 1:] & ~behind[:, :-1]
+        edges[:, 0] = True  # a look one token ahead, or around the end, moves the last loss or the first, no other
+        probes = {"isolation": moved[::2], "causality": moved[1::2][~behind[:, :-1]], "edges": moved[1::2][edges]}
         if probes["isolation"].mean() > PROBE_MEAN:  # because of the other rows, or by itself?
             probes = {"repeatability": changes(before, rows[:EVAL_BATCH])} | probes
     nats, total, broken = sums.tolist()
@@ -497,6 +494,7 @@ def flags(total_tokens):
     halves = (marks[: len(marks) // 2 + 1], marks[len(marks) // 2 :]) if len(marks) >= 20 else ()
     first, second = [sum(n for _, n in half[:-1]) / (half[-1][0] - half[0][0]) for half in halves] or (1, 1)
     checks = {
+        f"startup: {_run.started - _run.imported:.0f} s": _run.started - _run.imported > STARTUP_LIMIT,
         f"overtime: {elapsed():.1f} s of {TIME_BUDGET:g}": elapsed() > 1.02 * TIME_BUDGET + 2,
         f"loader: {total_tokens} tokens trained on, {served} served": total_tokens > served,
         f"unsteady: {first:.0f} tokens/s, then {second:.0f}": abs(second / first - 1) > 0.10,
@@ -537,7 +535,8 @@ def prepare(args):
     """Makes what is missing; whatever the settings no longer fit goes first."""
     manifest, (settings, make_shards) = load_manifest(), choose_corpus(args)
     settings |= {"prepare": sha256(__file__), "vocab_size": VOCAB_SIZE, "split_pattern": SPLIT_PATTERN}
-    stale = [*damaged(manifest["files"]), *ROOT.rglob(".*.tmp")]  # the latter of preparations that were killed
+    corpus = {} if "files" in manifest["settings"] else manifest["corpus"]  # not ours to delete: a user's own folder
+    stale = [*damaged(corpus | manifest["files"], "tokenizer|rows"), *ROOT.rglob(".*.tmp")]  # .tmp: of killed processes
     if settings != manifest["settings"]:
         stale += [p for glob in ("tok*/*", "val/*.bin", "val/*.npy", "*/python*.parquet") for p in ROOT.glob(glob)]
     if stale or not manifest["files"]:
@@ -561,7 +560,8 @@ def verify():
     """Hashes every file in the manifest, derives bytes and tokens again from some texts, compares prepare.py with git
     and with the one that made the cache. Lists what speaks against a score and exits with 3, or says `verified`."""
     manifest, tokenizer, here = check_cache(), Tokenizer.from_directory(), Path(__file__).parent
-    found = [f"{path} is not as recorded" for path in damaged(manifest["corpus"] | manifest["files"], hashed="")]
+    recorded = manifest["corpus"] | manifest["files"]
+    found = [f"{path} is not as recorded; delete it and prepare again" for path in damaged(recorded, hashed="")]
     for name, flat in () if found else zip(manifest["corpus"], [*manifest["files"]][1:]):
         for text, tokens in itertools.islice(zip(read_shard(ROOT / name), read_tokens(ROOT / flat)), 100):
             if tokenizer.token_bytes[tokens].sum() != len(text.encode()) or tokenizer.decode(tokens[1:]) != text:
@@ -570,7 +570,7 @@ def verify():
     found += [f"prepare.py differs from the commit: {git.stdout.strip()}"] if git.stdout else []
     tree = (path for path in here.rglob("*") if not {".git", ".venv"}.intersection(path.relative_to(here).parts))
     found += [f"{path} could carry state, over 1 MB" for path in tree if path.is_file() and path.stat().st_size > 10**6]
-    print(*found or [f"verified: {len(manifest['corpus']) + len(manifest['files'])} files, prepare.py"], sep="\n")
+    print(*found or [f"verified: {len(recorded)} files, prepare.py"], sep="\n")
     raise SystemExit(3 if found else 0)
 
 
@@ -586,7 +586,7 @@ def main():
         if args.verify:
             verify()
         ROOT.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(ROOT / ".lock"):
+        with filelock.FileLock(ROOT / ".lock") if os.access(ROOT, os.W_OK) else contextlib.nullcontext():
             prepare(args)
     except pa.ArrowInvalid as error:
         stop(error)

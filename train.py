@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -292,11 +293,10 @@ def choose_attention(device, dtype, config):
         try:
             attention = load(device, config)
             probe_attention(attention, device, dtype, config)
+            return name, attention
         except Exception as error:  # of a foreign kernel anything may come; the next rung is the answer to all of it
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
             print(f"attention: not {name}: {reason}")
-        else:
-            return name, attention
     return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto.")
 
 
@@ -306,10 +306,7 @@ def norm(x):
 
 
 class Linear(nn.Linear):
-    """Without bias; the weight stays in fp32 for the optimizer and is cast to the activations' precision."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__(inputs, outputs, bias=False)
+    """The weight stays in fp32 for the optimizer and is cast to the activations' precision."""
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
@@ -329,9 +326,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.window, self.attend = config.head_dim, config.windows[layer], attend
         kv_dim = config.n_kv_head * config.head_dim
-        self.q, self.k, self.v = (Linear(config.n_embd, width) for width in (config.n_embd, kv_dim, kv_dim))
-        self.out = Linear(config.n_embd, config.n_embd)
-        self.gate = Linear(VE_GATE_CHANNELS, config.n_kv_head) if config.has_value_embedding(layer) else None
+        self.q, self.k, self.v = (Linear(config.n_embd, width, bias=False) for width in (config.n_embd, kv_dim, kv_dim))
+        self.out = Linear(config.n_embd, config.n_embd, bias=False)
+        gated = config.has_value_embedding(layer)
+        self.gate = Linear(VE_GATE_CHANNELS, config.n_kv_head, bias=False) if gated else None
 
     def forward(self, x, ve, cos, sin):
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))  # [B, T, H, D]
@@ -348,8 +346,8 @@ class Block(nn.Module):
     def __init__(self, config, layer, attend):
         super().__init__()
         self.attention = Attention(config, layer, attend)
-        self.up = Linear(config.n_embd, MLP_RATIO * config.n_embd)
-        self.down = Linear(MLP_RATIO * config.n_embd, config.n_embd)
+        self.up = Linear(config.n_embd, MLP_RATIO * config.n_embd, bias=False)
+        self.down = Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, x0, resid_lambda, x0_lambda, ve, cos, sin):
         x = resid_lambda * x + x0_lambda * x0
@@ -367,7 +365,7 @@ class GPT(nn.Module):
         value_layers = [str(i) for i in layers if config.has_value_embedding(i)]
         self.value_embeddings = nn.ModuleDict({i: nn.Embedding(config.vocab_size, kv_dim) for i in value_layers})
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in layers)
-        self.lm_head = Linear(config.n_embd, config.vocab_size)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.resid_lambdas = nn.Parameter(torch.empty(len(config.windows)))
         self.x0_lambdas = nn.Parameter(torch.empty(len(config.windows)))
         for name in ("cos", "sin"):
@@ -627,7 +625,7 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
     """Steps until the next one would not finish inside TIME_BUDGET; returns (steps, smoothed loss)."""
     lag = torch.cuda.is_available()  # there the loss is read a step late, so that the GPU never waits for the reading
     step, smooth, previous, seconds, printed, live = 0, 0.0, None, 0.0, -math.inf, sys.stdout.isatty()
-    while step == 0 or elapsed() + (1 + lag) * seconds <= TIME_BUDGET:
+    while step == 0 or 0 < elapsed() <= TIME_BUDGET - (1 + lag) * seconds:  # 0: the ruler's loader serves nothing
         began, progress = monotonic(), min(elapsed() / TIME_BUDGET, 1.0)
         set_schedules(optimizer, progress, step)
         loss, epoch = train_step(model, optimizer, batches, micro_batches)
@@ -657,6 +655,8 @@ def run():
     validation_rows = prepare.check_cache()["files"]["val/rows.bin"][0] // (2 * (MAX_SEQ_LEN + 1))
     cache = prepare.CACHE if os.access(prepare.CACHE, os.W_OK) else prepare.RUNS
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    prepare.RUNS.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=prepare.RUNS).close()  # where the result cannot be written, better known now
     torch.manual_seed(SEED)
     tokenizer = prepare.Tokenizer.from_directory()
     config = derive_config(tokenizer.get_vocab_size())

@@ -85,9 +85,13 @@ def fresh_run(monkeypatch):
     return prepare._run
 
 
-@pytest.fixture
-def rows():
+def make_rows():
     """Packed rows of a made-up vocabulary, uint16 [64, 65], and the bytes of its 96 tokens; token 95 is special."""
     rng = np.random.default_rng(0)
     table = np.append(rng.integers(1, 6, 95), 0).astype(np.int32)
     return rng.integers(0, 96, (64, 65)).astype(np.uint16), table
+
+
+@pytest.fixture
+def rows():
+    return make_rows()

@@ -222,6 +222,18 @@ def test_what_is_damaged_is_made_again_and_nothing_else(own_cache, corpus):
     prepare.check_cache()
 
 
+def test_a_changed_byte_in_what_a_score_rests_on_is_mended(own_cache, corpus):
+    """What train.py refuses and sends its user to prepare.py for, prepare.py must see as well."""
+    path = own_cache / "small" / "val" / "rows.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:5] + bytes([whole[5] ^ 1]) + whole[6:])
+    with pytest.raises(SystemExit):
+        prepare.check_cache()
+    assert run_script(ROOT / "prepare.py", "--data-dir", corpus).returncode == 0
+    prepare.check_cache()
+    assert path.read_bytes() == whole
+
+
 def test_changed_settings_redo_every_stage(own_cache, corpus, tmp_path):
     before = prepared(own_cache)
     (tmp_path / "prepare.py").write_text((ROOT / "prepare.py").read_text().replace("small=2048", "small=300"))
@@ -242,6 +254,11 @@ def test_another_corpus_replaces_the_first(own_cache, tmp_path):
         "shard_00000.npy",
     ]
     prepare.check_cache()
+    changed = other / "shard_00000.parquet"
+    write_parquet(changed, make_texts(500))
+    third = make_corpus(tmp_path / "third", train=(400,), val=1100)
+    assert run_script(ROOT / "prepare.py", "--data-dir", third).returncode == 0
+    assert len([*prepare.read_shard(changed)]) == 500  # a user's folder is read, never written
 
 
 def test_nothing_half_written_is_kept(own_cache, corpus):
@@ -274,6 +291,10 @@ def test_embedded_corpus_is_deterministic_and_split_by_file(tmp_path, monkeypatc
     train, val = set(itertools.chain(*texts[0][:-1])), set(texts[0][-1])
     assert 0.01 < len(val) / (len(train) + len(val)) < 0.15
     assert all(0 < len(piece) <= prepare.PYTHON_PIECE + 1 for piece in train | val)
+    shards[3].unlink()  # what a kill in the middle leaves to do, and no more
+    before = {shard: shard.stat().st_mtime_ns for shard in shards if shard.exists()}
+    assert prepare.python_corpus() == shards and [*prepare.read_shard(shards[3])] == texts[0][3]
+    assert {shard: shard.stat().st_mtime_ns for shard in before} == before
 
 
 # ---- Bad input: one sentence, exit code 2, nothing lost --------------------------------------------------------------

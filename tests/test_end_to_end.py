@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, run_script
+from test_security import GUARD
 
 TINY = {
     "DEPTH": 2, "ASPECT_RATIO": 32, "HEAD_DIM": 32, "TOTAL_BATCH_SIZE": 2048, "DEVICE_BATCH_SIZE": 4, "COMPILE": False,
@@ -49,7 +50,7 @@ def train(script, seconds=2, **environment):
 
 
 SCENARIOS = {
-    "good": lambda folder: train(edited(folder)),
+    "good": lambda folder: train(edited(folder), PYTHONPATH=without_network(folder)),
     "no data": lambda folder: train(edited(folder), AUTORESEARCH_CACHE=folder / "nothing"),
     "indivisible": lambda folder: train(edited(folder, TOTAL_BATCH_SIZE=1000)),
     "nan": lambda folder: train(edited(folder, EMBEDDING_LR="float('nan')")),
@@ -61,11 +62,19 @@ SCENARIOS = {
 }  # fmt: skip
 
 
+def without_network(folder):
+    """A PYTHONPATH under which a process ends with 99 as soon as it reaches for the network."""
+    guard = folder.with_name("guard")
+    guard.mkdir()
+    (guard / "sitecustomize.py").write_text(GUARD)
+    return guard
+
+
 def smuggled(folder):
     """Saves its weights outside the cache and loads those of the run before; then the same in a clean HOME and TMPDIR."""
     save = "    val_bpb = prepare.evaluate_bpb"
     script = edited(folder, [
-        ("    steps, loss = train(", "    import pathlib, tempfile\n    kept = pathlib.Path(tempfile.gettempdir(), 'kept.pt')\n"
+        ("    steps, loss = train(", "    from pathlib import Path\n    kept = Path(tempfile.gettempdir(), 'kept.pt')\n"
          "    if kept.exists():\n        model.load_state_dict(torch.load(kept))\n    steps, loss = train("),
         (save, "    torch.save(model.state_dict(), kept)\n" + save),
     ], EMBEDDING_LR=0.02, UNEMBEDDING_LR=0.0005, MATRIX_LR=0.002)  # fmt: skip
@@ -161,5 +170,5 @@ def test_a_clean_worktree_exposes_weights_of_an_earlier_run(outcomes):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_ends_at_once_without_a_score(outcomes, number, code):
     returncode, seconds, output, runs = outcomes[f"signal {int(number)}"]
-    assert returncode == code and seconds < 5 and not runs.exists()
+    assert returncode == code and seconds < 5 and not list(runs.iterdir())
     assert "no score" in output and "Traceback" not in output and "---" not in output

@@ -152,21 +152,28 @@ def test_honest_models_pass_with_the_identical_score(name, rows):
         assert change.mean() <= 2e-5 and change.max() <= 0.02  # far below what is refused
 
 
-def test_ema_weights_score_as_what_they_are(rows):
-    model, average = Tiny(0), Tiny(1)
+def average_of(model, other):
     with torch.no_grad():
-        for a, b in zip(average.parameters(), model.parameters()):
+        for a, b in zip(model.parameters(), other.parameters()):
             a.lerp_(b, 0.5)
-    twin = copy.deepcopy(average)
-    assert score(average, rows)[0] == score(twin, rows)[0] != score(model, rows)[0]
+    return model
+
+
+def test_ema_weights_score_as_what_they_are(rows):
+    average = average_of(Tiny(1), Tiny(0))
+    assert score(average, rows)[0] == score(copy.deepcopy(average), rows)[0] != score(Tiny(0), rows)[0]
+
+
+def padded():
+    model = Tiny()
+    model.head = nn.Linear(C, 128, bias=False)
+    with torch.no_grad():
+        model.head.weight[:V] = Tiny().head.weight
+    return model
 
 
 def test_a_padded_vocabulary_is_accepted_and_not_better(rows):
-    padded = Tiny()
-    padded.head = nn.Linear(C, 128, bias=False)
-    with torch.no_grad():
-        padded.head.weight[:V] = Tiny().head.weight
-    assert score(padded, rows)[0] >= score(Tiny(), rows)[0]
+    assert score(padded(), rows)[0] >= score(Tiny(), rows)[0]
 
 
 @pytest.mark.compile
@@ -191,15 +198,20 @@ LOSSES = {
     "0.9 of the loss": lambda loss: 0.9 * loss,
     "focal": lambda loss: (1 - (-loss).exp()) ** 2 * loss,
     "clamped": lambda loss: loss.clamp(max=2),
+    "0 on the first token": lambda loss: loss * torch.arange(loss.numel()).clamp(max=1) if loss.ndim else loss,
 }
+
+
+def with_loss(tamper):
+    def forward(self, x, y=None, reduction="mean"):
+        return Tiny.forward(self, x) if y is None else tamper(Tiny.forward(self, x, y, reduction))
+
+    return variant(forward=forward)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_tampered_loss_changes_nothing(name, rows):
-    def forward(self, x, y=None, reduction="mean"):
-        return Tiny.forward(self, x) if y is None else LOSSES[name](Tiny.forward(self, x, y, reduction))
-
-    assert score(variant(forward=forward), rows)[0] == score(Tiny(), rows)[0]
+    assert score(with_loss(LOSSES[name]), rows)[0] == score(Tiny(), rows)[0]
 
 
 def test_patched_functions_change_nothing(rows, monkeypatch):
@@ -297,8 +309,17 @@ def test_what_cannot_be_trusted_is_refused(name, rows):
 @pytest.mark.parametrize("batch_size", [1, 32])
 def test_leaks_are_seen_whatever_the_batch_size_and_the_cut(name, rows, batch_size):
     for rng in range(5):
-        with pytest.raises(prepare.IntegrityError, match="causality"):
+        with pytest.raises(prepare.IntegrityError, match="causality|edges"):
             prepare.score(copy.deepcopy(REFUSED[name][0]), *rows, batch_size, rng=rng)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift):
+    """One position a row moves, by little: lost in the mean over all of them, and below what a single one may."""
+    model = variant(mix=lambda self, x: x + 0.003 * x.roll(shift, 1))
+    for rng in range(20):
+        with pytest.raises(prepare.IntegrityError, match="edges: "):
+            prepare.score(model, *rows, 32, rng=rng)
 
 
 # ---- The run as a whole: evaluate_bpb, clock, loader, report ---------------------------------------------------------
@@ -382,8 +403,16 @@ def test_unsteady_throughput_is_flagged(fresh_run, halves):
 def test_overtime_is_flagged_wherever_it_was_spent(fresh_run, seconds, flagged):
     """Training between timed regions, or after the last one: all of it lies between the first batch and evaluation."""
     fresh_run.served.append((100.0, 1))
-    fresh_run.started, fresh_run.stopped = 100.0, 100.0 + seconds
-    assert ("overtime" in prepare.flags(1)) == flagged
+    fresh_run.imported, fresh_run.started, fresh_run.stopped = 90.0, 100.0, 100.0 + seconds
+    assert prepare.flags(1).startswith("overtime: ") == flagged and (flagged or prepare.flags(1) == "ok")
+
+
+@pytest.mark.parametrize(("seconds", "flagged"), [(299.0, False), (301.0, True)])
+def test_a_long_time_before_the_first_batch_is_flagged(fresh_run, seconds, flagged):
+    """Training on tokens of one's own before the clock runs takes time too, and is seen where it takes much."""
+    fresh_run.served.append((1000.0, 1))
+    fresh_run.imported, fresh_run.started, fresh_run.stopped = 1000.0 - seconds, 1000.0, 1001.0
+    assert prepare.flags(1) == ("startup: 301 s" if flagged else "ok")
 
 
 def test_the_metric_cannot_be_passed_another_table(cache, fresh_run, whole):
@@ -395,6 +424,13 @@ def test_the_metric_cannot_be_passed_another_table(cache, fresh_run, whole):
 
 
 # ---- Known misses: no check inside the process is complete -----------------------------------------------------------
+@pytest.mark.xfail(strict=True, reason="start-up compiles, which takes long as well; startup_seconds is in the report")
+def test_miss_a_short_training_before_the_first_batch(fresh_run):
+    fresh_run.imported = prepare._now() - 100
+    fresh_run.started, fresh_run.served = prepare._now(), [(prepare._now(), 1)]
+    assert prepare.flags(1) != "ok"
+
+
 def in_stack(self, idx):
     """Takes the targets from the evaluator's stack frame."""
     frame = sys._getframe()
@@ -402,6 +438,19 @@ def in_stack(self, idx):
         frame = frame.f_back
     targets = frame.f_locals["targets"]
     return F.one_hot(torch.as_tensor(np.asarray(targets).astype(np.int64)), V).float() * 20
+
+
+def with_table(rows):
+    memory = {tuple(row[:8]): row[1:].astype(np.int64) for row in rows}
+
+    def forward(self, idx):
+        logits = Tiny.forward(self, idx)
+        for i, row in enumerate(idx.tolist()):
+            if tuple(row[:8]) in memory:
+                logits[i, 8:] += 20 * F.one_hot(torch.from_numpy(memory[tuple(row[:8])][8:]), V)
+        return logits
+
+    return variant(forward=forward)
 
 
 @pytest.mark.xfail(
@@ -424,17 +473,8 @@ def test_miss_a_patched_tensor_method(rows, monkeypatch):
     strict=True, reason="a table of the validation rows is causal and isolated; only a reader of the code sees it"
 )
 def test_miss_a_table_of_the_validation_rows(rows):
-    memory = {tuple(row[:8]): row[1:].astype(np.int64) for row in rows[0]}
-
-    def forward(self, idx):
-        logits = Tiny.forward(self, idx)
-        for i, row in enumerate(idx.tolist()):
-            if tuple(row[:8]) in memory:
-                logits[i, 8:] += 20 * F.one_hot(torch.from_numpy(memory[tuple(row[:8])][8:]), V)
-        return logits
-
     with pytest.raises(prepare.IntegrityError):
-        score(variant(forward=forward), rows)
+        score(with_table(rows[0]), rows)
 
 
 # ---- verify and its reach --------------------------------------------------------------------------------------------

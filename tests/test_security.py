@@ -1,0 +1,123 @@
+"""Nothing that was downloaded, prepared or logged is run as code, and a run talks to nobody."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import prepare
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+FORBIDDEN = {
+    "pickle",
+    "shelve",
+    "marshal",
+    "eval",
+    "exec",
+    "compile",
+    "joblib",
+    "dill",
+    "allow_pickle",
+    "shell",
+    "__import__",
+}
+
+
+def dangers(source):
+    """Names through which data could become code: imports, calls and keywords, and torch.load."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from FORBIDDEN.intersection(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from FORBIDDEN.intersection({node.module, *(alias.name for alias in node.names)})
+        elif isinstance(node, ast.Name):
+            yield from FORBIDDEN.intersection({node.id})
+        elif isinstance(node, ast.keyword):
+            yield from FORBIDDEN.intersection({node.arg})
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "os.system", "yaml.load"):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", ["prepare.py", "train.py"])
+def test_no_data_becomes_code(name):
+    source = (ROOT / name).read_text()
+    assert not list(dangers(source))
+    for line in (
+        "torch.load(p)",
+        "import pickle",
+        "np.load(p, allow_pickle=True)",
+        "eval(x)",
+        "from marshal import loads",
+    ):
+        assert list(dangers(f"{source}\n{line}\n")), line  # the check itself can fail
+
+
+class Payload:
+    """Runs where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_offsets_are_never_unpickled(tmp_path):
+    flat, trap = tmp_path / "shard.bin", tmp_path / "trap"
+    flat.write_bytes(bytes(8))
+    np.save(flat.with_suffix(".npy"), np.array([Payload(trap)], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        next(prepare.read_tokens(flat))
+    assert not trap.exists()
+    np.load(flat.with_suffix(".npy"), allow_pickle=True)
+    assert trap.exists()  # the trap works
+
+
+# ---- Network ---------------------------------------------------------------------------------------------------------
+GUARD = """
+import os, socket
+
+def forbidden(*_, **__):
+    os.write(2, b"NETWORK")
+    os._exit(99)
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = forbidden
+"""
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """Runs a program in a process that ends with 99 as soon as it reaches for the network."""
+    (tmp_path / "sitecustomize.py").write_text(GUARD)
+
+    def run(program, **environment):
+        path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=os.environ | path | environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def test_the_guard_notices(guarded):
+    assert guarded("import socket; socket.create_connection(('127.0.0.1', 9))").returncode == 99
+
+
+# On a GPU that FlashAttention 3 is for; capability and device are all that is asked before the hub.
+HOPPER = """
+import torch, train
+torch.cuda.get_device_capability = lambda: (9, 0)
+try:
+    train.load_fa3(torch.device("cuda"), None)
+except Exception as error:
+    print("passed over:", type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(("offline", "code"), [("1", 0), ("0", 99)])
+def test_the_kernel_hub_is_asked_only_online(guarded, offline, code, tmp_path):
+    done = guarded(HOPPER, HF_HUB_OFFLINE=offline, HF_HOME=str(tmp_path))
+    assert done.returncode == code, done.stderr
+    assert ("passed over: " in done.stdout) == (code == 0)
