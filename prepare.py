@@ -6,7 +6,7 @@ prepare.py, the ruler of autoresearch: data, tokenizer, loader, clock, metric, r
     uv run prepare.py --verify          hash and re-derive what a score rests on
 
 Exit codes, here and in train.py: 0 good, 1 a bug, 2 set-up or usage, 3 integrity, 4 diverged, 5 out of memory,
-130 and 143 interrupted. Importing this file does nothing; torch, which takes seconds, is imported where it is used.
+130, 142 and 143 interrupted. Importing this file does nothing; torch, which takes seconds, is imported where needed.
 """
 
 import argparse
@@ -45,17 +45,17 @@ def stop(sentence, code=2):
     raise SystemExit(code)
 
 
-# The driver's device node, or WSL's driver, tells of a GPU at once; to ask torch would take seconds.
-GPU_PRESENT = any(map(os.path.exists, ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")))
+GPU_PRESENT = any(map(os.path.exists, ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")))  # torch would take seconds
 GPU_PRESENT &= os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or ("full" if GPU_PRESENT else "small")
 if PROFILE not in ("full", "small"):
     stop(f"AUTORESEARCH_PROFILE is {PROFILE!r}; the profiles are full and small.")
 try:
     TIME_BUDGET, SEED = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300), int(os.environ.get("SEED") or 42)
-    assert 0 < TIME_BUDGET < math.inf and 0 <= SEED < 2**63, f"{TIME_BUDGET:g} and {SEED} are out of range"
+    WALL_LIMIT = float(os.environ.get("AUTORESEARCH_WALL_LIMIT") or 0)  # seconds until a run is ended; 0: never
+    assert 0 < TIME_BUDGET < math.inf and 0 <= WALL_LIMIT < math.inf and 0 <= SEED < 2**63, "out of range"
 except (ValueError, AssertionError) as error:
-    stop(f"AUTORESEARCH_TIME_BUDGET takes a number of seconds and SEED a whole number, 300 and 42 unset ({error}).")
+    stop(f"AUTORESEARCH_TIME_BUDGET and AUTORESEARCH_WALL_LIMIT take seconds, SEED a whole number ({error}).")
 
 
 def by_profile(*, full, small):

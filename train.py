@@ -588,7 +588,6 @@ def warm_up(model, dtype, validation_rows):
     compiler = partial(torch.compile, dynamic=False) if COMPILE else lambda function: function
     batches = iter(lambda: (*torch.randint(model.config.vocab_size, (2, rows, MAX_SEQ_LEN), device=device), 0), None)
     while True:
-        micro_batches = accumulation_steps(rows)
         initialise(model, dtype, SEED)
         model.zero_grad(set_to_none=True)
         optimizer, callable_model = MuonAdamW(parameter_groups(model), dtype), compiler(model)
@@ -598,7 +597,7 @@ def warm_up(model, dtype, validation_rows):
         ChunkedLoss.chunk = staticmethod(compiler(loss_chunk))
         try:
             for _ in range(2):  # memory peaks in the second, when gradients meet optimizer state
-                train_step(callable_model, optimizer, batches, min(micro_batches, 2))
+                train_step(callable_model, optimizer, batches, min(accumulation_steps(rows), 2))
             model.eval()
             with torch.no_grad():
                 callable_model(next(batches)[0][: prepare.eval_batch_size(validation_rows, rows)])
@@ -686,8 +685,9 @@ def run():
 
 
 def main():
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, lambda n, _: stop(f"interrupted after {elapsed():.0f} s of training; no score.", 128 + n))
+    signal.setitimer(signal.ITIMER_REAL, prepare.WALL_LIMIT)
     try:
         run()
     except torch.OutOfMemoryError:

@@ -103,8 +103,11 @@ def edited_runs(folder):
         said = found.get("integrity") or done.output.strip().splitlines()[-1]
         numbers = " | ".join(found.get(key, "") for key in ("val_bpb", "training_seconds", "startup_seconds"))
         print(f"| {name} | {done.returncode} | {numbers} | {said} |", flush=True)
-    results = [done.records[-1]["val_bpb"] for done in runs.smuggled(folder / "smuggled")]
-    print("\nWeights saved by a run and loaded by the next: {:.4f}, then {:.4f}; that commit in a clean worktree: {:.4f}.".format(*results))  # fmt: skip
+    best = [min(done.records, key=lambda record: record["val_bpb"]) for done in runs.smuggled(folder / "smuggled")]
+    first, night, clean = (f"{record['val_bpb']:.4f} after {record['num_steps']} steps" for record in best)
+    print(
+        f"\nA run that saves its weights: {first}; the next, which loads them: {night}; in a clean worktree: {clean}."
+    )
 
 
 def main():

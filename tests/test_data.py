@@ -366,6 +366,7 @@ def test_a_damaged_shard_in_a_worker_process_is_one_sentence_too(tmp_path):
         ("AUTORESEARCH_TIME_BUDGET", "five minutes"),
         ("AUTORESEARCH_TIME_BUDGET", "-1"),
         ("AUTORESEARCH_TIME_BUDGET", "nan"),
+        ("AUTORESEARCH_WALL_LIMIT", "-1"),
         ("SEED", "1.5"),
     ],
 )

@@ -57,6 +57,7 @@ SCENARIOS = {
     "no memory": lambda folder: train(edited(folder, [("    x = x0 = norm(", "    raise torch.OutOfMemoryError\n        x = x0 = norm(")])),
     "leak": lambda folder: train(edited(folder, [("x = x0 = norm(self.wte(idx))", "x = x0 = norm(self.wte(idx) + self.wte(idx).roll(-1, 1))")])),
     "smuggled": lambda folder: smuggled(folder),
+    "wall limit": lambda folder: train(edited(folder), seconds=60, AUTORESEARCH_WALL_LIMIT=9),
     "signal 2": lambda folder: interrupted(folder, signal.SIGINT),
     "signal 15": lambda folder: interrupted(folder, signal.SIGTERM),
 }  # fmt: skip
@@ -165,6 +166,12 @@ def test_a_clean_worktree_exposes_weights_of_an_earlier_run(outcomes):
     assert [done.returncode for done in outcomes["smuggled"]] == [0, 0, 0], outcomes["smuggled"][1].output
     first, night, clean = ([record["val_bpb"] for record in done.records] for done in outcomes["smuggled"])
     assert min(night) < min(clean) - 0.02, (first, night, clean)
+
+
+def test_a_wall_limit_ends_a_run_without_a_score(outcomes):
+    done = outcomes["wall limit"]
+    assert done.returncode == 142 and "of training; no score" in done.stderr and not done.records
+    assert "Traceback" not in done.output and "---" not in done.output
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
