@@ -1,6 +1,7 @@
 """The subject: model, attention, optimizer, schedules, warm-up, each beside a value derived on paper or a naive twin."""
 
 import ast
+import itertools
 import math
 import subprocess
 import sys
@@ -384,6 +385,16 @@ def test_a_few_steps_learn():
         loss, _ = train.train_step(model, optimizer, iter([(x[:, :-1], x[:, 1:], 1)]), 1)
         losses.append(loss.item())
     assert abs(losses[0] - math.log(61)) < 0.05 and losses[-1] < 1.0
+
+
+def test_a_loader_of_ones_own_does_not_train_for_ever(fresh_run):
+    """The clock starts with the ruler's first batch; without one the loop ends, and evaluation will refuse."""
+    model, x = build(tiny(), scramble=False), tokens(tiny())
+    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+    taken = []
+    batches = iter(lambda: taken.append(1) or (x[:, :-1], x[:, 1:], 1), None)
+    steps, _ = train.train(model, optimizer, itertools.islice(batches, 50), 1, 1.0, None)
+    assert steps == len(taken) == 1
 
 
 def test_micro_batches_add_up_to_the_batch():
