@@ -339,13 +339,13 @@ def write_rows(flat):
 
 
 # ---- Loader and clock ------------------------------------------------------------------------------------------------
-# On the monotonic clock: import, first batch, evaluate_bpb entered and left; the score; (time, tokens) of every batch.
-_run = argparse.Namespace(imported=_now(), started=None, stopped=None, scored=None, val_bpb=None, served=[])
+# Times of import, evaluate_bpb entered and left, and (time, tokens) of every batch; commit and hash of the code; score.
+_run = argparse.Namespace(imported=_now(), stopped=None, scored=None, served=[], code=(), val_bpb=None)
 
 
 def elapsed():
     """Seconds of training: since the first batch was served, until evaluate_bpb was entered; 0.0 before."""
-    return 0.0 if _run.started is None else (_run.stopped or _now()) - _run.started
+    return (_run.stopped or _now()) - _run.served[0][0] if _run.served else 0.0
 
 
 def check_cache():
@@ -353,6 +353,7 @@ def check_cache():
     manifest = load_manifest()
     if not manifest["files"] or manifest["settings"]["prepare"] != sha256(__file__):
         stop(f"{ROOT} holds no complete preparation by this version of prepare.py; run `uv run prepare.py`.")
+    _run.code = _run.code or (commit(), sha256(sys.modules["__main__"].__file__))  # it may change during the run
     for path in damaged(manifest["files"], hashed="tokenizer|rows"):
         stop(f"{path} is missing or not as it was prepared; run `uv run prepare.py` to mend it.")
     return manifest
@@ -367,7 +368,7 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    _run.files = load_manifest()["files"]
+    _run.files = check_cache()["files"]
     shards = [ROOT / name for name in _run.files if re.fullmatch(r"tokens/.*\.bin", name)]
     shards, epoch = shards[SEED % len(shards) :] + shards[: SEED % len(shards)], [0]
 
@@ -382,7 +383,6 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
             batch = batch.pin_memory() if device == "cuda" else batch  # its allocator keeps it until the copy is done
             batch = batch.to(device, non_blocking=True)
             _run.served.append((_now(), B * T))
-            _run.started = _run.started or _run.served[0][0]
             yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), epoch[0]
 
     return batches()
@@ -494,7 +494,7 @@ def flags(total_tokens):
     halves = (marks[: len(marks) // 2 + 1], marks[len(marks) // 2 :]) if len(marks) >= 20 else ()
     first, second = [sum(n for _, n in half[:-1]) / (half[-1][0] - half[0][0]) for half in halves] or (1, 1)
     checks = {
-        f"startup: {_run.started - _run.imported:.0f} s": _run.started - _run.imported > STARTUP_LIMIT,
+        f"startup: {_run.served[0][0] - _run.imported:.0f} s": _run.served[0][0] - _run.imported > STARTUP_LIMIT,
         f"overtime: {elapsed():.1f} s of {TIME_BUDGET:g}": elapsed() > 1.02 * TIME_BUDGET + 2,
         f"loader: {total_tokens} tokens trained on, {served} served": total_tokens > served,
         f"unsteady: {first:.0f} tokens/s, then {second:.0f}": abs(second / first - 1) > 0.10,
@@ -508,9 +508,9 @@ def report(val_bpb, *, total_tokens, **stats):
     own = {
         "val_bpb": val_bpb, "training_seconds": elapsed(), "total_seconds": _now() - _run.imported,
         "total_tokens_M": total_tokens / 1e6, "eval_seconds": _run.scored - _run.stopped,
-        "startup_seconds": _run.started - _run.imported, "tokens_per_second": total_tokens / elapsed(),
+        "startup_seconds": _run.served[0][0] - _run.imported, "tokens_per_second": total_tokens / elapsed(),
         "profile": PROFILE, "time_budget": TIME_BUDGET, "seed": SEED, "torch": importlib.metadata.version("torch"),
-        "commit": commit(), "data": hashlib.sha256(json.dumps(load_manifest()).encode()).hexdigest()[:8],
+        "commit": _run.code[0], "data": hashlib.sha256(json.dumps(load_manifest()).encode()).hexdigest()[:8],
         "prepare": sha256(__file__)[:8], "integrity": flags(total_tokens),
     }  # fmt: skip
     if val_bpb != _run.val_bpb or own.keys() & stats.keys():
@@ -523,10 +523,10 @@ def report(val_bpb, *, total_tokens, **stats):
         elif isinstance(value, str) and not re.fullmatch(r"(?!\d*\.?\d+(e\d+)?$)[\w.][\w .+()/-]*", value):
             value = json.dumps(value)  # what YAML would take for a number or for its own syntax
         print(f"{key}: {value}", flush=True)
-    block["train"] = sha256(sys.modules["__main__"].__file__)
     path = RUNS / f"{time.strftime('%Y%m%dT%H%M%S')}_{block['commit']}_{SEED}_{os.getpid()}.json"
     with replacing(path) as file:
-        file.write(json.dumps({k: v if v == v else None for k, v in block.items()}, indent=1).encode() + b"\n")
+        block = {key: value if value == value else None for key, value in block.items()} | {"train": _run.code[1]}
+        file.write(json.dumps(block, indent=1).encode() + b"\n")
     return path
 
 

@@ -27,12 +27,12 @@ STAGES = {  # name: how the first line after it begins
 }
 
 
-def stages(seconds, folder, inductor):
+def stages(seconds, folder, inductor, script=ROOT / "train.py"):
     """{stage: seconds} of one run; evaluation, which prints nothing, is taken out of training by the report."""
     own = {"AUTORESEARCH_TIME_BUDGET": str(seconds), "AUTORESEARCH_RUNS": folder, "PYTHONUNBUFFERED": "1"}
     own |= {"TORCHINDUCTOR_CACHE_DIR": inductor} if inductor else {}
     found, waiting, begun, report = {}, list(STAGES.items()), perf_counter(), {}
-    command = [sys.executable, ROOT / "train.py"]
+    command = [sys.executable, script]
     with subprocess.Popen(
         command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:

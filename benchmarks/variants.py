@@ -24,7 +24,7 @@ import test_end_to_end as runs  # noqa: E402
 import test_integrity as suite  # noqa: E402
 import torch  # noqa: E402
 
-EVALUATE = "    val_bpb = prepare.evaluate_bpb"
+EVALUATE = runs.EVALUATE
 LOADER = "batches = prepare.make_dataloader(tokenizer, rows, MAX_SEQ_LEN)"
 ROWS = "prepare.ROOT / 'val' / 'rows.bin'"
 # For 5 s: batches of its own, or after the last step of training.

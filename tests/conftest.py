@@ -80,7 +80,7 @@ def cache(corpus):
 @pytest.fixture
 def fresh_run(monkeypatch):
     """The ruler as a new process finds it: no clock started, nothing scored."""
-    clean = {"started": None, "stopped": None, "scored": None, "val_bpb": None, "served": []}
+    clean = {"stopped": None, "scored": None, "val_bpb": None, "served": [], "code": ()}
     monkeypatch.setattr(prepare, "_run", type(prepare._run)(imported=prepare._now(), **clean))
     return prepare._run
 

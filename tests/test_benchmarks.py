@@ -10,10 +10,8 @@ import attention
 import evaluate
 import loader
 import numpy as np
-import overhead
 import pytest
 import step
-import sweep
 import torch
 from conftest import ROOT
 
@@ -79,15 +77,6 @@ def test_step(variant, monkeypatch):
     found = step.measure((*step.VARIANTS[variant], "compile"), TINY.split(), steps=2)
     assert found["tokens"] == 1024 and found["seconds"] >= found["forward"] > 0 and found["width"] == 64
     assert found["attention"] == ("sdpa" if variant == "plain" else "blocks")
-
-
-def test_overhead(cache, monkeypatch, tmp_path):
-    (tmp_path / "prepare.py").write_bytes((ROOT / "prepare.py").read_bytes())
-    (tmp_path / "train.py").write_text(sweep.substitute((ROOT / "train.py").read_text(), f"{TINY} COMPILE=False"))
-    monkeypatch.setattr(overhead, "ROOT", tmp_path)
-    found = overhead.stages(1, tmp_path / "runs", None)
-    assert set(found) == {*overhead.STAGES, "evaluation", "outside training"} and all(v >= 0 for v in found.values())
-    assert found["outside training"] > found["evaluation"] > 0 and found["training"] < 2
 
 
 def test_every_command_of_the_benchmarks_is_documented():

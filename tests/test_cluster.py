@@ -20,7 +20,8 @@ RECORD = {"num_steps": 100, "tokens_per_second": 1234.5, "device": "cpu", "time_
 
 
 def call(*command, cwd=None, **environment):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")} | environment
+    inherited = ("SLURM_", "TORCHINDUCTOR_")  # the latter torch sets itself, in a process that has compiled
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(inherited)} | environment
     command = [str(part) for part in command]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
 

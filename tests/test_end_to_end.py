@@ -1,5 +1,6 @@
 """Real runs of train.py in fresh processes, with knobs edited by one-line substitution as an agent would."""
 
+import hashlib
 import json
 import math
 import os
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import prepare
 
 import numpy as np
+import overhead
 import pytest
 import yaml
 from conftest import ROOT, run_script
@@ -49,14 +52,16 @@ def train(script, seconds=2, **environment):
     return done
 
 
+EVALUATE, LATER = "    val_bpb = prepare.evaluate_bpb", "    open(__file__, 'a').write('# a later edit')\n"
 SCENARIOS = {
-    "good": lambda folder: train(edited(folder), PYTHONPATH=without_network(folder)),
+    "good": lambda folder: train(edited(folder, [(EVALUATE, LATER + EVALUATE)]), PYTHONPATH=without_network(folder)),
     "no data": lambda folder: train(edited(folder), AUTORESEARCH_CACHE=folder / "nothing"),
     "indivisible": lambda folder: train(edited(folder, TOTAL_BATCH_SIZE=1000)),
     "nan": lambda folder: train(edited(folder, EMBEDDING_LR="float('nan')")),
     "no memory": lambda folder: train(edited(folder, [("    x = x0 = norm(", "    raise torch.OutOfMemoryError\n        x = x0 = norm(")])),
     "leak": lambda folder: train(edited(folder, [("x = x0 = norm(self.wte(idx))", "x = x0 = norm(self.wte(idx) + self.wte(idx).roll(-1, 1))")])),
     "smuggled": lambda folder: smuggled(folder),
+    "overhead": lambda folder: overhead.stages(1, folder / "runs", None, edited(folder)),
     "wall limit": lambda folder: train(edited(folder), seconds=60, AUTORESEARCH_WALL_LIMIT=9),
     "signal 2": lambda folder: interrupted(folder, signal.SIGINT),
     "signal 15": lambda folder: interrupted(folder, signal.SIGTERM),
@@ -73,11 +78,10 @@ def without_network(folder):
 
 def smuggled(folder):
     """Saves its weights outside the cache and loads those of the run before; then the same in a clean HOME and TMPDIR."""
-    save = "    val_bpb = prepare.evaluate_bpb"
     script = edited(folder, [
         ("    steps, loss = train(", "    from pathlib import Path\n    kept = Path(tempfile.gettempdir(), 'kept.pt')\n"
          "    if kept.exists():\n        model.load_state_dict(torch.load(kept))\n    steps, loss = train("),
-        (save, "    torch.save(model.state_dict(), kept)\n" + save),
+        (EVALUATE, "    torch.save(model.state_dict(), kept)\n" + EVALUATE),
     ], EMBEDDING_LR=0.02, UNEMBEDDING_LR=0.0005, MATRIX_LR=0.002)  # fmt: skip
     places = [folder / "night", folder / "night", folder / "clean"]
     for place in places[1:]:
@@ -123,7 +127,8 @@ def test_a_run_ends_with_a_block_that_is_yaml_and_a_record_that_says_the_same(ou
     untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
     assert 0.5 < block["val_bpb"] < 0.95 * untrained
     [record] = done.records
-    assert record.pop("train") == prepare.sha256(done.args[1])
+    source = Path(done.args[1]).read_bytes().removesuffix(b"# a later edit")  # the record is of the code that ran
+    assert record.pop("train") == hashlib.sha256(source).hexdigest() != prepare.sha256(done.args[1])
     assert record["val_bpb"] == pytest.approx(block["val_bpb"], abs=1e-6) and set(record) == set(block)
     assert "width 64" in head and "attention blocks" in head and "\r" not in head
     assert len(done.output) < 20_000 and len("\n".join(done.output.splitlines()[-50:])) < 5_000
@@ -166,6 +171,12 @@ def test_a_clean_worktree_exposes_weights_of_an_earlier_run(outcomes):
     assert [done.returncode for done in outcomes["smuggled"]] == [0, 0, 0], outcomes["smuggled"][1].output
     first, night, clean = ([record["val_bpb"] for record in done.records] for done in outcomes["smuggled"])
     assert min(night) < min(clean) - 0.02, (first, night, clean)
+
+
+def test_the_overhead_benchmark_names_every_stage(outcomes):
+    found = outcomes["overhead"]
+    assert set(found) == {*overhead.STAGES, "evaluation", "outside training"} and all(v >= 0 for v in found.values())
+    assert found["outside training"] > found["evaluation"] > 0 and found["training"] < 2
 
 
 def test_a_wall_limit_ends_a_run_without_a_score(outcomes):

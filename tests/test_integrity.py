@@ -393,7 +393,7 @@ def test_unsteady_throughput_is_flagged(fresh_run, halves):
     for half in halves:
         for _ in range(20):
             fresh_run.served.append((now := now + half, 100))
-    fresh_run.started, fresh_run.stopped = fresh_run.served[0][0], now
+    fresh_run.stopped = now
     assert ("unsteady" in prepare.flags(0)) == (halves[0] != halves[1])
 
 
@@ -403,7 +403,7 @@ def test_unsteady_throughput_is_flagged(fresh_run, halves):
 def test_overtime_is_flagged_wherever_it_was_spent(fresh_run, seconds, flagged):
     """Training between timed regions, or after the last one: all of it lies between the first batch and evaluation."""
     fresh_run.served.append((100.0, 1))
-    fresh_run.imported, fresh_run.started, fresh_run.stopped = 90.0, 100.0, 100.0 + seconds
+    fresh_run.imported, fresh_run.stopped = 90.0, 100.0 + seconds
     assert prepare.flags(1).startswith("overtime: ") == flagged and (flagged or prepare.flags(1) == "ok")
 
 
@@ -411,7 +411,7 @@ def test_overtime_is_flagged_wherever_it_was_spent(fresh_run, seconds, flagged):
 def test_a_long_time_before_the_first_batch_is_flagged(fresh_run, seconds, flagged):
     """Training on tokens of one's own before the clock runs takes time too, and is seen where it takes much."""
     fresh_run.served.append((1000.0, 1))
-    fresh_run.imported, fresh_run.started, fresh_run.stopped = 1000.0 - seconds, 1000.0, 1001.0
+    fresh_run.imported, fresh_run.stopped = 1000.0 - seconds, 1001.0
     assert prepare.flags(1) == ("startup: 301 s" if flagged else "ok")
 
 
@@ -427,7 +427,7 @@ def test_the_metric_cannot_be_passed_another_table(cache, fresh_run, whole):
 @pytest.mark.xfail(strict=True, reason="start-up compiles, which takes long as well; startup_seconds is in the report")
 def test_miss_a_short_training_before_the_first_batch(fresh_run):
     fresh_run.imported = prepare._now() - 100
-    fresh_run.started, fresh_run.served = prepare._now(), [(prepare._now(), 1)]
+    fresh_run.served.append((prepare._now(), 1))
     assert prepare.flags(1) != "ok"
 
 
