@@ -20,8 +20,7 @@ RECORD = {"num_steps": 100, "tokens_per_second": 1234.5, "device": "cpu", "time_
 
 
 def call(*command, cwd=None, **environment):
-    inherited = ("SLURM_", "TORCHINDUCTOR_")  # the latter torch sets itself, in a process that has compiled
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(inherited)} | environment
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")} | environment
     command = [str(part) for part in command]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
 
@@ -126,7 +125,8 @@ def task(checkout, folder, seed, **environment):
         (folder / name).mkdir(parents=True)
     (folder / "tasks.tsv").write_text("".join(f"{i}\tHEAD\t{seed if i == 3 else 99}\n" for i in range(4)))
     environment |= {"SLURM_ARRAY_TASK_ID": "3", "TMPDIR": str(folder), "AUTORESEARCH_CACHE": "/not/writable"}
-    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"} | environment
+    unset = ("CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the latter in a process that has compiled
+    environment = {key: value for key, value in os.environ.items() if key not in unset} | environment
     command = ["bash", checkout / "cluster/slurm.sbatch", checkout, folder]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

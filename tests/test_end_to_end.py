@@ -62,7 +62,7 @@ SCENARIOS = {
     "leak": lambda folder: train(edited(folder, [("x = x0 = norm(self.wte(idx))", "x = x0 = norm(self.wte(idx) + self.wte(idx).roll(-1, 1))")])),
     "smuggled": lambda folder: smuggled(folder),
     "overhead": lambda folder: overhead.stages(1, folder / "runs", None, edited(folder)),
-    "wall limit": lambda folder: train(edited(folder), seconds=60, AUTORESEARCH_WALL_LIMIT=9),
+    "wall limit": lambda folder: train(edited(folder), seconds=60, AUTORESEARCH_WALL_LIMIT=5),
     "signal 2": lambda folder: interrupted(folder, signal.SIGINT),
     "signal 15": lambda folder: interrupted(folder, signal.SIGTERM),
 }  # fmt: skip
