@@ -637,8 +637,7 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
             smooth += (value - smooth) * max(0.1, 1 / (step - lag))
         seconds = monotonic() - began
         if step == 1:  # no pauses from here on: what exists now stays, and a run is too short to need collection
-            gc.collect()
-            gc.freeze(), gc.disable()
+            gc.collect(), gc.freeze(), gc.disable()
         if live or monotonic() - printed > 5:
             printed, rate = monotonic(), TOTAL_BATCH_SIZE / seconds
             mfu = f"{100 * flops * rate / peak:.1f}%" if peak else "n/a"
@@ -652,9 +651,10 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
 
 def run():
     validation_rows = prepare.check_cache()["files"]["val/rows.bin"][0] // (2 * (MAX_SEQ_LEN + 1))
-    cache = prepare.CACHE if os.access(prepare.CACHE, os.W_OK) else prepare.RUNS
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     prepare.RUNS.mkdir(parents=True, exist_ok=True)
+    own = os.access(prepare.CACHE, os.W_OK)  # or somebody else's, then nothing is written but in RUNS
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((prepare.CACHE if own else prepare.RUNS) / "inductor"))
+    tempfile.tempdir = os.environ.setdefault("TMPDIR", tempfile.gettempdir() if own else str(prepare.RUNS))
     tempfile.TemporaryFile(dir=prepare.RUNS).close()  # where the result cannot be written, better known now
     torch.manual_seed(SEED)
     tokenizer = prepare.Tokenizer.from_directory()

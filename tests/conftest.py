@@ -9,7 +9,14 @@ from pathlib import Path
 
 # Before prepare.py is imported: it reads its environment once. Threads that compete for a core cost up to 13 times.
 CACHE = tempfile.mkdtemp(prefix="autoresearch-tests-")
-for name in ("SEED", "AUTORESEARCH_TIME_BUDGET", "AUTORESEARCH_RUNS", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
+for name in (
+    "SEED",
+    "AUTORESEARCH_TIME_BUDGET",
+    "AUTORESEARCH_RUNS",
+    "AUTORESEARCH_SHARED_GPU",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+):
     os.environ.pop(name, None)
 os.environ |= {
     "AUTORESEARCH_PROFILE": "small",
@@ -55,9 +62,9 @@ def make_corpus(folder, train=(1500, 1500), val=600):
     return folder
 
 
-def run_script(script, *args, cwd=ROOT, **environment):
+def run_script(script, *args, cwd=ROOT, prefix=(), **environment):
     """A fresh process; returns the finished one, with stdout and stderr in `output`."""
-    command = [sys.executable, str(script), *map(str, args)]
+    command = [*prefix, sys.executable, str(script), *map(str, args)]
     environment = os.environ | {key: str(value) for key, value in environment.items()}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
     done.output = done.stdout + done.stderr
@@ -80,7 +87,7 @@ def cache(corpus):
 @pytest.fixture
 def fresh_run(monkeypatch):
     """The ruler as a new process finds it: no clock started, nothing scored."""
-    clean = {"stopped": None, "scored": None, "val_bpb": None, "served": [], "code": ()}
+    clean = {"stopped": None, "scored": None, "val_bpb": None, "served": [], "code": (), "beside": []}
     monkeypatch.setattr(prepare, "_run", type(prepare._run)(imported=prepare._now(), **clean))
     return prepare._run
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 @pytest.fixture(scope="module")
 def tokenizer():
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(make_texts(300)), 600, pattern=prepare.SPLIT_PATTERN)
+    trainer.train_from_iterator(iter(make_texts(300)), 600, pattern=prepare.SPLIT)
     return prepare.Tokenizer({bytes(token): rank for token, rank in trainer.get_mergeable_ranks()})
 
 

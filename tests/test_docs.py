@@ -110,7 +110,9 @@ def wait(log):
 def test_a_run_and_its_confirmation(night):
     tip = night("git rev-parse --short HEAD").strip()
     night(block("setsid nohup sh -c 'timeout -k 30 1200 \\\n  uv run"))
-    log = wait(night.repo / "run-42.log")
+    begun = time.monotonic()
+    assert "exit 0" in night(block("until tail")) and time.monotonic() - begun < 60  # polling ends with the run
+    log = (night.repo / "run-42.log").read_text()
     assert log.startswith(f"start {tip}\n") and log.endswith("\nexit 0\n")
     assert "val_bpb: 0.942000" in night(block("grep -E '^(start"))
     night(block("git archive HEAD"))

@@ -44,10 +44,10 @@ def edited(folder, replace=(), **knobs):
     return folder / "train.py"
 
 
-def train(script, seconds=2, **environment):
+def train(script, seconds=2, prefix=(), **environment):
     runs = script.parent / "runs"
     environment = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
-    done = run_script(script, cwd=script.parent, **environment)
+    done = run_script(script, cwd=script.parent, prefix=prefix, **environment)
     done.records = [json.loads(path.read_text()) for path in environment["AUTORESEARCH_RUNS"].glob("*.json")]
     return done
 
@@ -62,6 +62,8 @@ SCENARIOS = {
     "leak": lambda folder: train(edited(folder, [("x = x0 = norm(self.wte(idx))", "x = x0 = norm(self.wte(idx) + self.wte(idx).roll(-1, 1))")])),
     "smuggled": lambda folder: smuggled(folder),
     "overhead": lambda folder: overhead.stages(1, folder / "runs", None, edited(folder)),
+    "elsewhere": lambda folder: elsewhere(folder),
+    "company": lambda folder: company(folder),
     "wall limit": lambda folder: train(edited(folder), seconds=60, AUTORESEARCH_WALL_LIMIT=5),
     "signal 2": lambda folder: interrupted(folder, signal.SIGINT),
     "signal 15": lambda folder: interrupted(folder, signal.SIGTERM),
@@ -87,6 +89,37 @@ def smuggled(folder):
     for place in places[1:]:
         place.mkdir()
     return [train(script, TMPDIR=place, HOME=place, AUTORESEARCH_RUNS=place / "runs") for place in places]
+
+
+def elsewhere(folder):
+    """As an engine starts it: without git or network, in a folder and on a cache that it may not write."""
+    cache, runs = folder.with_name("theirs"), folder.with_name("mine")
+    shutil.copytree(prepare.ROOT, cache / prepare.ROOT.name)
+    places = "    print('places:', tempfile.gettempdir(), os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+    script = edited(folder, [(EVALUATE, places + EVALUATE)])
+
+    def files():
+        return {path: path.stat().st_mtime_ns for path in (cache, folder, *cache.rglob("*"), *folder.rglob("*"))}
+
+    before = files()
+    for path in before:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    as_user = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()  # root may write anything
+    told = {"AUTORESEARCH_COMMIT": "abc1234", "HF_HUB_OFFLINE": 1}
+    done = train(script, prefix=as_user, AUTORESEARCH_CACHE=cache, AUTORESEARCH_RUNS=runs, **told)
+    done.runs, done.untouched = runs, files() == before
+    for path in before:
+        path.chmod(0o755)
+    return done
+
+
+def company(folder):
+    """Two runs beside process 4711, as nvidia-smi tells: one that nobody allowed, one that somebody did."""
+    script, tool = edited(folder), folder / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$*" = "--id=-1 --query-compute-apps=pid --format=csv,noheader" ] && echo 4711\n')
+    tool.chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "-1"}
+    return [train(script, **environment, AUTORESEARCH_SHARED_GPU=allowed) for allowed in (0, 1)]
 
 
 def interrupted(folder, number):
@@ -177,6 +210,23 @@ def test_the_overhead_benchmark_names_every_stage(outcomes):
     found = outcomes["overhead"]
     assert set(found) == {*overhead.STAGES, "evaluation", "outside training"} and all(v >= 0 for v in found.values())
     assert found["outside training"] > found["evaluation"] > 0 and found["training"] < 2
+
+
+def test_a_run_without_git_on_a_read_only_cache_writes_to_its_runs_folder_alone(outcomes):
+    done = outcomes["elsewhere"]
+    assert done.returncode == 0 and done.untouched, done.output
+    [record] = done.records
+    assert record["commit"] == "abc1234" and f"places: {done.runs} {done.runs}/inductor\n" in done.stdout
+
+
+def test_a_gpu_on_which_another_process_computes_is_refused_or_flagged(outcomes):
+    refused, shared = outcomes["company"]
+    assert (
+        refused.returncode == 2
+        and refused.stderr.startswith("error: process 4711 is on this GPU")
+        and not refused.records
+    )
+    assert shared.returncode == 0 and "shared: another process" in shared.records[0]["integrity"], shared.output
 
 
 def test_a_wall_limit_ends_a_run_without_a_score(outcomes):

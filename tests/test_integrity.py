@@ -397,6 +397,15 @@ def test_unsteady_throughput_is_flagged(fresh_run, halves):
     assert ("unsteady" in prepare.flags(0)) == (halves[0] != halves[1])
 
 
+@pytest.mark.parametrize(("found", "flagged"), [([], False), (["7"], False), (["7", "8"], True)])
+def test_another_process_that_came_later_is_flagged(fresh_run, monkeypatch, found, flagged):
+    """At the end one process is this run, under whatever id it has outside its container."""
+    fresh_run.served.append((100.0, 1))
+    fresh_run.imported, fresh_run.stopped = 90.0, 101.0
+    monkeypatch.setattr(prepare, "gpu_processes", lambda: found)
+    assert prepare.flags(1).startswith("shared: ") == flagged
+
+
 @pytest.mark.parametrize(
     ("seconds", "flagged"), [(prepare.TIME_BUDGET, False), (1.02 * prepare.TIME_BUDGET + 2.1, True)]
 )
