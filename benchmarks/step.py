@@ -4,6 +4,7 @@ What a training step costs, with all levers, without each, and without any: a ro
     uv run benchmarks/step.py                                      # train.py's own settings
     uv run benchmarks/step.py --set LOSS_CHUNK=1024 TOTAL_BATCH_SIZE=8192
     uv run benchmarks/step.py --memory-gb 8 12 16 24               # on a GPU: the rows that its back-off finds to fit
+    uv run benchmarks/step.py --run plain                          # a whole run without the levers: what they are worth
 
 Random tokens, no loader; the median step, forward, backward and update.
 """
@@ -116,9 +117,14 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1, help="processes a variant; the median counts (1)")
     parser.add_argument("--memory-gb", type=float, nargs="*", default=[])
-    parser.add_argument("--variant", help="measure this one here and print JSON")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure this one here and print JSON")
+    parser.add_argument("--run", choices=VARIANTS, help="a whole run of train.py, data, clock and score included")
     args = parser.parse_args()
     common = ["--steps", args.steps, "--set", *args.set]
+    if args.run:
+        train, _, device, name, dtype = prepared(VARIANTS[args.run], args.set)
+        train.choose_device = lambda: (device, name, dtype, args.run)
+        return train.main()
     if args.variant:
         limit = args.memory_gb[0] if args.memory_gb else None
         return print(json.dumps(measure(VARIANTS[args.variant], args.set, args.steps, limit)))
