@@ -462,7 +462,7 @@ def parameter_groups(model):
     ]
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(map(id, model.parameters())), "the groups do not partition the parameters"
-    return groups
+    return [group for group in groups if group["params"]]  # value embeddings may all be gone
 
 
 # ---- Optimizer -------------------------------------------------------------------------------------------------------

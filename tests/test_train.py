@@ -343,6 +343,18 @@ def test_adamw_is_torchs():
         torch.testing.assert_close(p, twin)
 
 
+def test_a_model_without_value_embeddings_trains(monkeypatch):
+    """The first thing an experimenter takes away."""
+    monkeypatch.setattr(train.Config, "has_value_embedding", lambda self, layer: False)
+    model = build(tiny())
+    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+    train.set_schedules(optimizer, 0.0, 0)
+    before = model.wte.weight.clone()
+    model(tokens(model.config), tokens(model.config, seed=1)).backward()
+    optimizer.step()
+    assert not torch.equal(before, model.wte.weight)
+
+
 @given(st.integers(1, 5), st.sampled_from([(2, 2), (4, 2), (4, 1)]))
 def test_groups_partition_the_model(layers, heads):
     groups = train.parameter_groups(build(tiny(layers, *heads, head_dim=32), scramble=False))
