@@ -146,8 +146,7 @@ def download(url, path, bar):
         return next(read_shard(path), None) and None
     for attempt in range(0 if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") else ATTEMPTS):
         time.sleep(BACKOFF * 2 ** (attempt - 1) if attempt else 0)
-        have = part.stat().st_size if part.exists() else 0
-        headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={part.stat().st_size if part.exists() else 0}-"}
         try:
             with requests.get(url, stream=True, timeout=60, headers=headers) as reply:
                 if reply.status_code != 416:  # 416: no byte lies beyond those that are here
@@ -208,7 +207,7 @@ def python_corpus():
 def choose_corpus(args):
     """(settings that decide the corpus, function that returns its shards)."""
     if args.data_dir:
-        files = sorted(Path(args.data_dir).absolute().glob("*.parquet"))
+        files = sorted(Path(args.data_dir).glob("*.parquet"))
         if len(files) < 2:
             stop(f"{args.data_dir} holds {len(files)} parquet files; give at least two, the last one is validation.")
         return {"files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]}, lambda: files
@@ -350,8 +349,7 @@ def gpu_processes():
 
 
 def check_cache(run=True):
-    """Returns the manifest of a complete and whole cache of this very prepare.py; else ends the process with code 2, as
-    it does with a `run` on a GPU on which another process computes, unless AUTORESEARCH_SHARED_GPU is 1."""
+    """Returns the manifest of a whole cache of this prepare.py; else, or for a `run` on a GPU in use, exits with 2."""
     manifest = load_manifest()
     if not manifest["files"] or manifest["settings"]["prepare"] != sha256(__file__):
         stop(f"{ROOT} holds no complete preparation by this version of prepare.py; run `uv run prepare.py`.")
@@ -536,6 +534,7 @@ def prepare(args):
     """Makes what is missing; whatever the settings no longer fit goes first."""
     manifest, (settings, make_shards) = load_manifest(), choose_corpus(args)
     settings |= {"prepare": sha256(__file__), "vocab_size": VOCAB_SIZE, "split_pattern": SPLIT}
+    settings["choice"] = {key: vars(args)[key] for key in ("corpus", "data_dir", "num_shards")}
     corpus = {} if "files" in manifest["settings"] else manifest["corpus"]  # not ours to delete: a user's own folder
     stale = [*damaged(corpus | manifest["files"], "tokenizer|rows"), *ROOT.rglob(".*.tmp")]  # .tmp: of killed processes
     if settings != manifest["settings"]:
@@ -580,8 +579,9 @@ def main():
     parser.add_argument("--download-workers", type=int, default=8, help="downloads at a time (8)")
     parser.add_argument("--corpus", choices=("climbmix", "python"), help="default: climbmix in full, python in small")
     parser.add_argument("--verify", action="store_true", help="check what a score rests on, change nothing")
-    parser.add_argument("--data-dir", metavar="DIR", help="parquet files with a column `text`; the last is validation")
-    args = parser.parse_args()
+    parser.add_argument("--data-dir", type=os.path.abspath, metavar="DIR", help="parquet files, the last is validation")
+    choice = load_manifest()["settings"].get("choice", {}) if len(sys.argv) == 1 else {}  # none: that of the cache
+    args = parser.parse_args(namespace=argparse.Namespace(**choice))
     try:
         if args.verify:
             verify()

@@ -44,7 +44,7 @@ def run(setting, seconds, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("settings", nargs="+")
+    parser.add_argument("settings", nargs="*", default=[""])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     args = parser.parse_args()

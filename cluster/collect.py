@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
-SUMMARY = "commit device budget data finished flagged mean std".split()
+SUMMARY = "commit device attention torch budget data finished flagged mean std".split()
 # Of an exit code; any other has failed.
 STATES = {"0": "completed", "130": "cancelled", "142": "timeout", "143": "cancelled"}
 
@@ -38,10 +38,11 @@ def read_task(folder, task, commit, seed, known):
 
 
 def summarise(records):
-    """A row a commit, and another one where device, budget or data differ: such runs are not compared."""
+    """A row a commit, and another one where and on what it ran differs: such runs are not compared."""
     groups = {}
     for commit, record in records:
-        key = commit, record["device"], f"{record['time_budget']:g} s", record["data"]
+        where = record["device"], record["attention"], record["torch"]
+        key = commit, *where, f"{record['time_budget']:g} s", record["data"]
         groups.setdefault(key, []).append(record)
     for key, group in groups.items():
         scores = [record["val_bpb"] for record in group]

@@ -17,6 +17,7 @@ from test_end_to_end import edited
 CLUSTER = ROOT / "cluster"
 COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
 RECORD = {"num_steps": 100, "tokens_per_second": 1234.5, "device": "cpu", "time_budget": 20.0, "data": "abc"}
+RECORD |= {"attention": "blocks", "torch": "2.15.0"}
 
 
 def call(*command, cwd=None, **environment):

@@ -261,6 +261,17 @@ def test_another_corpus_replaces_the_first(own_cache, tmp_path):
     assert len([*prepare.read_shard(changed)]) == 500  # a user's folder is read, never written
 
 
+def test_without_a_choice_the_corpus_stays(own_cache, corpus, tmp_path):
+    """program.md and many a message say `uv run prepare.py`: that must not replace a corpus of one's own."""
+    other = make_corpus(tmp_path / "other", train=(900,), val=1100)
+    assert run_script(ROOT / "prepare.py", "--data-dir", "other", cwd=tmp_path).returncode == 0
+    before = prepared(own_cache)
+    (own_cache / "small/val/rows.bin").unlink()
+    assert run_script(ROOT / "prepare.py").returncode == 0 and prepared(own_cache) == before
+    assert before["settings"]["choice"]["data_dir"] == str(other)
+    assert run_script(ROOT / "prepare.py", "--data-dir", corpus).returncode == 0 and prepared(own_cache) != before
+
+
 def test_nothing_half_written_is_kept(own_cache, corpus):
     leftover = own_cache / "small/tokens/.shard_00000.bin.99999999.tmp"
     leftover.write_bytes(b"half")

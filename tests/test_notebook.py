@@ -169,9 +169,9 @@ LOGS = {
         },
     ),
     "tabs": (
-        HEADER + BASELINE + row("b1", "0.99", "keep", "wide\tand\tdeep\t"),
+        HEADER + BASELINE + row("b1", "0.99", "keep", "wide\tand\tdeep [0.989 0.991]\t"),
         {
-            "descriptions": [f"baseline, seed {seed}" for seed, _ in FOUR] + ["wide and deep"],
+            "descriptions": [f"baseline, seed {seed}" for seed, _ in FOUR] + ["wide and deep [0.989 0.991]"],
             "labels": ["wide and deep"],
         },
     ),
