@@ -509,7 +509,7 @@ def report(val_bpb, *, total_tokens, **stats):
         "total_tokens_M": total_tokens / 1e6, "eval_seconds": _run.scored - _run.stopped,
         "startup_seconds": _run.served[0][0] - _run.imported, "tokens_per_second": total_tokens / elapsed(),
         "profile": PROFILE, "time_budget": TIME_BUDGET, "seed": SEED, "torch": importlib.metadata.version("torch"),
-        "commit": _run.code[0], "data": hashlib.sha256(json.dumps(load_manifest()).encode()).hexdigest()[:8],
+        "commit": _run.code[0], "data": hashlib.sha256(json.dumps(load_manifest()["files"]).encode()).hexdigest()[:8],
         "prepare": sha256(__file__)[:8], "integrity": flags(total_tokens),
     }  # fmt: skip
     if val_bpb != _run.val_bpb or own.keys() & stats.keys():

@@ -188,7 +188,7 @@ def test_the_table_has_a_row_for_every_task(checkout, tmp_path, queue):
     assert [row["exit"] for row in tasks] == ["-" if end is None else str(end) for end in ends]
     assert [row["val_bpb"] for row in tasks] == ["1.000000", "1.100000", "1.200000"] + ["-"] * 8
     assert list(tasks[0].values())[-4:] == ["100", "1234", "cpu", "unsteady: 2 tokens/s, then 1"]
-    expected = ["a1", "cpu", "20 s", "abc", "3", "1", "1.100000", "0.100000"]
+    expected = ["a1", "cpu", "blocks", "2.15.0", "20 s", "abc", "3", "1", "1.100000", "0.100000"]
     assert [list(row.values()) for row in commits] == [expected]
 
 

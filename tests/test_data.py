@@ -269,7 +269,9 @@ def test_without_a_choice_the_corpus_stays(own_cache, corpus, tmp_path):
     (own_cache / "small/val/rows.bin").unlink()
     assert run_script(ROOT / "prepare.py").returncode == 0 and prepared(own_cache) == before
     assert before["settings"]["choice"]["data_dir"] == str(other)
-    assert run_script(ROOT / "prepare.py", "--data-dir", corpus).returncode == 0 and prepared(own_cache) != before
+    moved = shutil.copytree(other, tmp_path / "moved")
+    assert run_script(ROOT / "prepare.py", "--data-dir", moved).returncode == 0 and prepared(own_cache) != before
+    assert prepared(own_cache)["files"] == before["files"]  # what a record's `data` is the hash of
 
 
 def test_nothing_half_written_is_kept(own_cache, corpus):
