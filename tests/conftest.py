@@ -63,9 +63,9 @@ def make_corpus(folder, train=(1500, 1500), val=600):
 
 
 def run_script(script, *args, cwd=ROOT, prefix=(), **environment):
-    """A fresh process; returns the finished one, with stdout and stderr in `output`."""
+    """A fresh process, without the variables that are None; returns the finished one, with all it said in `output`."""
     command = [*prefix, sys.executable, str(script), *map(str, args)]
-    environment = os.environ | {key: str(value) for key, value in environment.items()}
+    environment = {key: str(value) for key, value in (os.environ | environment).items() if value is not None}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
     done.output = done.stdout + done.stderr
     return done

@@ -109,7 +109,7 @@ def elsewhere(folder):
     for path in before:
         path.chmod(0o555 if path.is_dir() else 0o444)
     as_user = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()  # root may write anything
-    told = {"AUTORESEARCH_COMMIT": "abc1234", "HF_HUB_OFFLINE": 1}
+    told = {"AUTORESEARCH_COMMIT": "abc1234", "HF_HUB_OFFLINE": 1, "TMPDIR": None, "TORCHINDUCTOR_CACHE_DIR": None}
     done = train(script, prefix=as_user, AUTORESEARCH_CACHE=cache, AUTORESEARCH_RUNS=runs, **told)
     done.runs, done.untouched = runs, files() == before
     for path in before:
