@@ -40,7 +40,7 @@ from tqdm import tqdm
 # ---- Settings: a change of one of these numbers starts a new results table -------------------------------------------
 def stop(sentence, code=2):
     """Ends the process with one sentence on stderr: what is wrong and what mends it."""
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print("\n" * sys.stderr.isatty() + f"error: {sentence}", file=sys.stderr, flush=True)  # below a progress line
     raise SystemExit(code)
 
 
@@ -58,7 +58,7 @@ try:
     assert 0 < TIME_BUDGET < float("inf") and 0 <= WALL_LIMIT < float("inf") and 0 <= SEED < 2**63, "out of range"
     assert PROFILE in ("full", "small"), f"AUTORESEARCH_PROFILE is full or small, not {PROFILE!r}"
 except (ValueError, AssertionError) as error:
-    stop(f"AUTORESEARCH_TIME_BUDGET and AUTORESEARCH_WALL_LIMIT take seconds, SEED a whole number; {error}.")
+    stop(f"AUTORESEARCH_TIME_BUDGET and _WALL_LIMIT are seconds, SEED is a whole number from 0 on; {error}.")
 
 MAX_SEQ_LEN = by_profile(full=2048, small=512)  # tokens a row
 EVAL_TOKENS = by_profile(full=40 * 524288, small=2**18)  # validation tokens scored
@@ -132,9 +132,9 @@ def read_shard(path):
             for batch in shard.iter_batches(batch_size=512, columns=["text"]):
                 yield from filter(None, batch["text"].to_pylist())
     except KeyError:
-        raise pa.ArrowInvalid(f"{path} has no column `text` of strings; name the column of documents so.") from None
+        raise pa.ArrowInvalid(f"{path} has no column `text` of strings; rename or convert the column.") from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise pa.ArrowInvalid(f"{path} is not a whole parquet file; replace it ({str(error)[:80]}).") from None
+        raise pa.ArrowInvalid(f"{path} is not a whole parquet file; replace it ({str(error)[-80:]}).") from None
 
 
 def download(url, path, bar):
@@ -159,11 +159,11 @@ def download(url, path, bar):
             os.replace(part, path)
             return None
         except requests.RequestException as error:
-            why = str(error)[:120]
+            why = str(error).rpartition("Caused by ")[2][:160]
             if error.response is not None and error.response.status_code in (400, 401, 403, 404, 410):
                 break
         except pa.ArrowInvalid as error:
-            why = str(error)
+            why = str(error).partition(";")[0]
             part.unlink()
     part.unlink(missing_ok=True)
     return f"{path.name} ({why})"
@@ -178,7 +178,7 @@ def climbmix(num_shards, workers):
     with bar, multiprocessing.pool.ThreadPool(max(1, workers)) as pool:
         failed = [*filter(None, pool.map(lambda path: download(f"{url}/{path.name}", path, bar), wanted, chunksize=1))]
     if failed:
-        stop(f"{len(failed)} shards could not be had, first {failed[0]}; run again to fetch them.")
+        stop(f"{len(failed)} of {len(wanted)} shards failed, first {failed[0]}; mend network or HF_ENDPOINT, repeat.")
     return wanted
 
 
@@ -209,7 +209,7 @@ def choose_corpus(args):
     if args.data_dir:
         files = sorted(Path(args.data_dir).glob("*.parquet"))
         if len(files) < 2:
-            stop(f"{args.data_dir} holds {len(files)} parquet files; give at least two, the last one is validation.")
+            stop(f"{args.data_dir} holds {len(files)} *.parquet files; give a folder of two or more, or a --corpus.")
         return {"files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]}, lambda: files
     if (args.corpus or by_profile(full="climbmix", small="python")) == "climbmix":
         count = CLIMBMIX_VAL if args.num_shards == -1 else min(args.num_shards, CLIMBMIX_VAL)
@@ -264,7 +264,7 @@ def train_tokenizer(shards, path):
 
     if not path.exists():
         if not any(texts()):
-            stop("the training shards hold no text; give a corpus whose column `text` is not empty.")
+            stop("the training shards hold no text; fill their column `text`, or give --num-shards above 0.")
         print(f"training a tokenizer of {VOCAB_SIZE} tokens", flush=True)
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(texts(), VOCAB_SIZE - len(SPECIAL_TOKENS), pattern=SPLIT)
@@ -320,9 +320,9 @@ def write_rows(flat):
     wanted, path = EVAL_TOKENS // MAX_SEQ_LEN, flat.with_name("rows.bin")
     rows = list(itertools.islice(pack_rows(read_tokens(flat), MAX_SEQ_LEN + 1), wanted))
     if (count := len(rows) // EVAL_BATCH * EVAL_BATCH) == 0:
-        stop(f"the validation shard packs {len(rows)} rows of {MAX_SEQ_LEN + 1} tokens; {EVAL_BATCH} is the least.")
+        stop(f"validation, the last file, fills {len(rows)} rows of tokens; make it longer, {EVAL_BATCH} is the least.")
     if count < wanted:
-        print(f"the validation shard packs {len(rows)} rows: {count} are scored, not {wanted}", flush=True)
+        print(f"validation fills {len(rows)} rows: {count} are scored, not {wanted}", flush=True)
     with replacing(path) as file:
         file.writelines(row.astype("<u2").tobytes() for row in rows[:count])
     return path
@@ -352,13 +352,13 @@ def check_cache(run=True):
     """Returns the manifest of a whole cache of this prepare.py; else, or for a `run` on a GPU in use, exits with 2."""
     manifest = load_manifest()
     if not manifest["files"] or manifest["settings"]["prepare"] != sha256(__file__):
-        stop(f"{ROOT} holds no complete preparation by this version of prepare.py; run `uv run prepare.py`.")
+        stop(f"{ROOT} is not prepared by this prepare.py; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
     for path in damaged(manifest["files"], hashed="tokenizer|rows"):
         stop(f"{path} is missing or not as it was prepared; run `uv run prepare.py` to mend it.")
     if run and not _run.code:  # the code may change during the run
         _run.code, _run.beside = (commit(), sha256(sys.modules["__main__"].__file__)), gpu_processes()
         if _run.beside and os.environ.get("AUTORESEARCH_SHARED_GPU") != "1":
-            stop(f"process {_run.beside[0]} is on this GPU; end it, use another GPU or set AUTORESEARCH_SHARED_GPU=1.")
+            stop(f"process {_run.beside[0]} is on this GPU; let it end, use another or set AUTORESEARCH_SHARED_GPU=1.")
     return manifest
 
 
@@ -444,7 +444,7 @@ def score(model, rows, token_bytes, batch_size, rng=None):
         raise IntegrityError(f"finite: {broken:.0f} losses are NaN or infinite")
     for probe, change in probes.items():
         if change.size and not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
-            raise IntegrityError(f"{probe}: losses moved by {change.mean():.2g} nats, {change.max():.2g} at most")
+            raise IntegrityError(f"{probe}: losses moved by {change.mean():.2g} nats, one by {change.max():.2g}")
     return nats / (np.log(2) * total), probes
 
 
@@ -462,7 +462,7 @@ def evaluate_bpb(model, tokenizer, batch_size):
         if again or not _run.served:
             raise IntegrityError("once: evaluate_bpb was called before" if again else "loader: it never served a batch")
         for path in damaged(_run.files, hashed="tokenizer|rows"):
-            raise IntegrityError(f"data: {path.name} is not what it was when training began")
+            raise IntegrityError(f"data: {path.name} changed since training began; run `uv run prepare.py`")
         rows = np.fromfile(ROOT / "val" / "rows.bin", dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
         _run.val_bpb, _ = score(model, rows, Tokenizer.from_directory().token_bytes, batch_size)
     except IntegrityError as error:
@@ -492,9 +492,9 @@ def flags(total_tokens):
     halves = (marks[: len(marks) // 2 + 1], marks[len(marks) // 2 :]) if len(marks) >= 20 else ()
     first, second = [sum(n for _, n in half[:-1]) / (half[-1][0] - half[0][0]) for half in halves] or (1, 1)
     checks = {
-        f"startup: {_run.served[0][0] - _run.imported:.0f} s": _run.served[0][0] - _run.imported > STARTUP_LIMIT,
+        f"startup: {(late := _run.served[0][0] - _run.imported):.0f} s, over {STARTUP_LIMIT}": late > STARTUP_LIMIT,
         "shared: another process computed on this GPU": _run.beside or len(gpu_processes()) > 1,
-        f"overtime: {elapsed():.1f} s of {TIME_BUDGET:g}": elapsed() > 1.02 * TIME_BUDGET + 2,
+        f"overtime: {elapsed():.1f} of {TIME_BUDGET:g} s": elapsed() > 1.02 * TIME_BUDGET + 2,
         f"loader: {total_tokens} tokens trained on, {served} served": total_tokens > served,
         f"unsteady: {first:.0f} tokens/s, then {second:.0f}": abs(second / first - 1) > 0.10,
     }
@@ -558,18 +558,18 @@ def prepare(args):
 
 def verify():
     """Lists what speaks against a score, all files hashed and some tokens derived again, and exits with 3, else 0."""
-    manifest, tokenizer, here = check_cache(run=False), Tokenizer.from_directory(), Path(__file__).parent
+    manifest, bpe, here = check_cache(run=False), Tokenizer.from_directory(), Path(__file__).parent
     recorded = manifest["corpus"] | manifest["files"]
-    found = [f"{path} is not as recorded; delete it and prepare again" for path in damaged(recorded, hashed="")]
+    found = [f"{p} is not as recorded; restore or delete it, then prepare again" for p in damaged(recorded, "")]
     for name, flat in () if found else zip(manifest["corpus"], [*manifest["files"]][1:]):
-        for text, tokens in itertools.islice(zip(read_shard(ROOT / name), read_tokens(ROOT / flat)), 100):
-            if tokenizer.token_bytes[tokens].sum() != len(text.encode()) or tokenizer.decode(tokens[1:]) != text:
-                found.append(f"the tokens of {name} are not its text: {text[:40]!r}")
-    git = subprocess.run(("git", "status", "--porcelain", "prepare.py"), cwd=here, capture_output=True, text=True)
-    found += [f"prepare.py differs from the commit: {git.stdout.strip()}"] if git.stdout else []
+        pairs = itertools.islice(zip(read_shard(ROOT / name), read_tokens(ROOT / flat)), 100)
+        if any(bpe.token_bytes[ids].sum() != len(t.encode()) or bpe.decode(ids[1:]) != t for t, ids in pairs):
+            found.append(f"{ROOT / flat} is not the text of {name}; delete it and prepare again")
+    git = subprocess.run("git status --porcelain prepare.py", shell=True, cwd=here, capture_output=True, text=True)
+    found += ["prepare.py differs from the commit; `git restore prepare.py`"] if git.stdout else []
     tree = (path for path in here.rglob("*") if not {".git", ".venv"}.intersection(path.relative_to(here).parts))
-    found += [f"{path} could carry state, over 1 MB" for path in tree if path.is_file() and path.stat().st_size > 10**6]
-    print(*found or [f"verified: {len(recorded)} files, prepare.py"], sep="\n")
+    found += [f"{f} could carry state, over 1 MB; move it" for f in tree if f.is_file() and f.stat().st_size > 10**6]
+    print(*found or [f"verified: {len(recorded)} files" + ("" if git.returncode else ", prepare.py")], sep="\n")
     raise SystemExit(3 if found else 0)
 
 
@@ -593,7 +593,7 @@ def main():
     except OSError as error:
         stop(f"{error}; make it writable, free space, or set AUTORESEARCH_CACHE to another folder.")
     except KeyboardInterrupt:
-        stop("interrupted; nothing is lost, run the same command to go on.", 130)
+        stop("interrupted; what is finished stays, run the same command to go on.", 130)
 
 
 if __name__ == "__main__":

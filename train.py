@@ -115,7 +115,7 @@ def accumulation_steps(rows):
     """Micro-batches of `rows` rows in a step."""
     if rows < 1 or TOTAL_BATCH_SIZE % (rows * MAX_SEQ_LEN):
         stop(f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * MAX_SEQ_LEN = {rows} * "
-             f"{MAX_SEQ_LEN} = {rows * MAX_SEQ_LEN}; make it one, or lower DEVICE_BATCH_SIZE.")  # fmt: skip
+             f"{MAX_SEQ_LEN} = {rows * MAX_SEQ_LEN}; make it a multiple, or change DEVICE_BATCH_SIZE.")  # fmt: skip
     return TOTAL_BATCH_SIZE // (rows * MAX_SEQ_LEN)
 
 
@@ -144,7 +144,7 @@ def choose_device():
         dtype = torch.bfloat16 if major >= 8 else torch.float32  # before Ampere it is emulated
         return torch.device("cuda"), torch.cuda.get_device_name(), dtype, f"compute capability {major}.{minor}"
     if prepare.GPU_PRESENT:
-        stop("torch cannot use this GPU (its wheels need driver 580 or newer); update it or set CUDA_VISIBLE_DEVICES=")
+        stop("torch finds no usable GPU; mend driver (580 or newer) or CUDA_VISIBLE_DEVICES (-1: do without a GPU).")
     if torch.backends.mps.is_available():
         return torch.device("mps"), "mps", torch.float32, "not every Apple chip has bfloat16"
     # glibc gives large blocks back to the kernel, which zeroes them anew every step, a tenth of it: do without.
@@ -297,7 +297,7 @@ def choose_attention(device, dtype, config):
         except Exception as error:  # of a foreign kernel anything may come; the next rung is the answer to all of it
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
             print(f"attention: not {name}: {reason}")
-    return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto.")
+    return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto, or mend what is named above.")
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -358,16 +358,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config, attend):
         super().__init__()
-        self.config = config
-        layers = range(len(config.windows))
+        self.config, layers = config, range(len(config.windows))
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         kv_dim = config.n_kv_head * config.head_dim
         value_layers = [str(i) for i in layers if config.has_value_embedding(i)]
         self.value_embeddings = nn.ModuleDict({i: nn.Embedding(config.vocab_size, kv_dim) for i in value_layers})
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in layers)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-        self.resid_lambdas = nn.Parameter(torch.empty(len(config.windows)))
-        self.x0_lambdas = nn.Parameter(torch.empty(len(config.windows)))
+        self.resid_lambdas, self.x0_lambdas = (nn.Parameter(torch.empty(len(layers))) for _ in range(2))
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(config.sequence_len, 1, config.head_dim // 2), persistent=False)
 
@@ -425,12 +423,10 @@ def initialise(model, dtype, seed):
     config, device = model.config, model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     s = MATRIX_SCALE * math.sqrt(3 / config.n_embd)
-    for table in (model.wte, *model.value_embeddings.values()):
-        table.to(dtype)
-    model.wte.weight.normal_(0, EMBEDDING_STD, generator=generator)
+    model.wte.to(dtype).weight.normal_(0, EMBEDDING_STD, generator=generator)
     model.lm_head.weight.normal_(0, UNEMBEDDING_STD, generator=generator)
     for table in model.value_embeddings.values():
-        table.weight.uniform_(-s, s, generator=generator)
+        table.to(dtype).weight.uniform_(-s, s, generator=generator)
     for block in model.blocks:
         for layer in (block.attention.q, block.attention.k, block.attention.v, block.up):
             layer.weight.uniform_(-s, s, generator=generator)
@@ -608,8 +604,8 @@ def warm_up(model, dtype, validation_rows):
             rows //= 2
             print(f"out of memory: DEVICE_BATCH_SIZE {2 * rows} -> {rows}, TOTAL_BATCH_SIZE stays {TOTAL_BATCH_SIZE}")
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-            print(f"compilation is impossible here, going on without (slower): {reason[:160]}")
+            reasons = [line for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
+            print(f"going on without compilation, slower: {[*reasons, type(error).__name__][0][:160]}")
             compiler = lambda function: function  # noqa: E731
         del optimizer, callable_model
         gc.collect()
@@ -641,9 +637,9 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
         if live or monotonic() - printed > 5:
             printed, rate = monotonic(), TOTAL_BATCH_SIZE / seconds
             mfu = f"{100 * flops * rate / peak:.1f}%" if peak else "n/a"
-            print(f"{chr(13) * live}step {step:5d} ({100 * progress:5.1f}%) loss {smooth:.4f} "
-                  f"lr x{lr_factor(progress):.2f} {1000 * seconds:6.0f} ms {rate:9.0f} tok/s mfu {mfu} epoch {epoch} "
-                  f"left {TIME_BUDGET - elapsed():4.0f} s", end="" if live else "\n", flush=True)  # fmt: skip
+            line = (f"step {step:5d} {100 * progress:3.0f}% loss {smooth:.4f} lr x{lr_factor(progress):.2f} "
+                    f"{rate:7.0f} tok/s mfu {mfu} epoch {epoch} left {TIME_BUDGET - elapsed():3.0f} s")  # fmt: skip
+            print(f"\r\033[K{line}" if live else line, end="" if live else "\n", flush=True)  # in 80 columns
     print(end="\n" * live)
     gc.unfreeze(), gc.enable()
     return step, smooth
@@ -669,6 +665,7 @@ def run():
     params, flops = sum(p.numel() for p in model.parameters()), config.flops_per_token(matrices)
     print(f"model: depth {DEPTH}, width {config.n_embd}, {config.n_head} heads of {HEAD_DIM}, windows "
           f"{config.windows}, attention {rung}, {params / 1e6:.1f} M parameters, {flops:.2e} FLOPs/token")  # fmt: skip
+    print("warming up", flush=True)  # compiles, which takes a minute where nothing is in the cache
     callable_model, optimizer, rows = warm_up(model, dtype, validation_rows)
     micro_batches, peak = accumulation_steps(rows), peak_flops(name)
     print(f"run: {prepare.PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, {TOTAL_BATCH_SIZE} tokens a step in "
@@ -685,15 +682,18 @@ def run():
 
 
 def main():
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, lambda n, _: stop(f"interrupted after {elapsed():.0f} s of training; no score.", 128 + n))
+    if sys.argv[1:]:
+        stop("train.py takes no arguments: its knobs are in the file, SEED and the like are variables (README.md).")
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGALRM: "AUTORESEARCH_WALL_LIMIT"}
+    for number in names:
+        signal.signal(number, lambda n, _: stop(f"{names[n]} after {elapsed():.0f} s of training; no score.", 128 + n))
     signal.setitimer(signal.ITIMER_REAL, prepare.WALL_LIMIT)
     try:
         run()
     except torch.OutOfMemoryError:
-        stop("out of memory; lower DEVICE_BATCH_SIZE.", 5)
+        stop("out of memory; lower DEVICE_BATCH_SIZE, DEPTH or ASPECT_RATIO.", 5)
     except OSError as error:
-        stop(f"{error}; free space, or set AUTORESEARCH_RUNS to a writable folder.")
+        stop(f"{error}; free space or set AUTORESEARCH_RUNS to a writable folder; a score above has no record.")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def main():
         starts.clear()
     forward, scoring, probes = (median(column) for column in zip(*times[1:]))
     print(f"\n{name}, {args.profile} profile, {count} rows of {T} tokens in batches of {size}, depth {train.DEPTH}, width "
-          f"{config.n_embd}, {V} tokens, attention {rung}, median of {args.rounds}\n")  # fmt: skip
+          f"{config.n_embd}, vocabulary {V}, attention {rung}, median of {args.rounds}\n")  # fmt: skip
     print("| | seconds | tokens/s | ratio |\n|---|---|---|---|")
     print(f"| bare forward passes | {forward:.2f} | {count * T / forward:.0f} | 1 |")
     print(f"| evaluation without probes | {scoring:.2f} | {count * T / scoring:.0f} | {scoring / forward:.3f} |")

@@ -1,7 +1,7 @@
 """
 Where the seconds go that are not training: from the shell's prompt to the summary and back to the prompt, by stage.
 
-    uv run benchmarks/overhead.py             # three warm runs, the first of them not counted
+    uv run benchmarks/overhead.py             # three warm runs, after one that is not counted
     uv run benchmarks/overhead.py --cold      # and one before them with an empty compiler cache
 
 Whole runs of train.py as it is, with a short budget; a stage ends when the line that follows it is printed.

@@ -20,11 +20,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def last_words(stdout, stderr):
+    """The line that tells why a run has no score."""
+    lines = [line for line in (*stderr.splitlines(), *stdout.splitlines()) if line.strip()]
+    told = [line for line in lines if line.startswith(("error:", "FAIL", "integrity:"))]
+    return (told or lines or ["it said nothing"])[-1]
+
+
 def substitute(source, setting):
-    for name, value in (item.split("=", 1) for item in setting.split()):
+    for name, _, value in (item.partition("=") for item in setting.split()):
         source, count = re.subn(rf"^({name}\s*=).*?(\s*#.*)?$", rf"\1 {value}\2", source, count=1, flags=re.M)
         if count != 1:
-            raise SystemExit(f"train.py has no knob {name}")
+            raise SystemExit(f"train.py has no knob {name}; a setting is KNOB=VALUE.")
     return source
 
 
@@ -39,7 +46,7 @@ def run(setting, seconds, seed):
         command = [sys.executable, train]
         done = subprocess.run(command, env=os.environ | runs, capture_output=True, text=True, cwd=folder)
         records = list(Path(folder, "runs").glob("*.json"))
-        return json.loads(records[0].read_text()) if records else (done.stderr or done.stdout).strip().splitlines()[-1]
+        return json.loads(records[0].read_text()) if records else last_words(done.stdout, done.stderr)
 
 
 def main():
@@ -53,7 +60,7 @@ def main():
         for seed in args.seeds:
             record = run(setting, args.seconds, seed)
             if isinstance(record, str):
-                print(f"{setting}: {record}", flush=True)
+                print(f"{setting or '(as it is)'}, seed {seed}: {record}", flush=True)
                 continue
             keys = ("val_bpb", "num_steps", "tokens_per_second", "num_params_M", "startup_seconds", "integrity")
             rows.append([record[key] for key in keys] + [seed, setting or "(as it is)"])

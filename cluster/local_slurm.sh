@@ -99,7 +99,7 @@ stop() {
         # An id may have gone to another process meanwhile: only one whose command names this folder is ended.
         if tr '\0' '\n' 2>/dev/null <"/proc/$pid/cmdline" | grep -qF "$dir/"; then
             kill "$pid"
-            until_true 20 gone "$pid" || die "$name, process $pid, does not end."
+            until_true 20 gone "$pid" || die "$name, process $pid, does not end; try kill -9 $pid."
         fi
         rm "$dir/$name.pid"
     done

@@ -46,6 +46,7 @@ submit() {
     for commit in "${commits[@]}"; do
         for seed in "${seeds[@]}"; do printf '%s\t%s\n' "$commit" "$seed"; done
     done | awk '{ printf "%d\t%s\n", NR - 1, $0 }' >"$folder/tasks.tsv"
+    command -v sbatch >/dev/null || die "there is no sbatch here; submit where Slurm is."
     job=$(sbatch --parsable --array="0-$((${#commits[@]} * ${#seeds[@]} - 1))$limit" \
         --output="${folder//%/%%}/log/%a.log" "$@" "$repo/cluster/slurm.sbatch" "$repo" "$folder")
     echo "${job%%;*}" >"$folder/job" # a cluster's name may follow
@@ -56,7 +57,8 @@ submit() {
 states() {
     local job
     job=$(cat "$1/job" 2>/dev/null) || return 0
-    squeue -h -r -t all -j "$job" -o '%K %T' 2>/dev/null || true
+    squeue -h -r -t all -j "$job" -o '%K %T' 2>/dev/null || [[ $(squeue -h -j "$job" 2>&1) == *"Invalid job id"* ]] ||
+        echo "warning: squeue does not answer; what is called killed or cancelled may still wait or run." >&2
     sacct -nXP -j "$job" -o JobID,State 2>/dev/null | sed -n 's/^[0-9]*_\([0-9]*\)|\([A-Z_]*\).*/\1 \2/p' || true
 }
 
@@ -65,8 +67,8 @@ case ${1-} in
         [[ $# -eq 2 ]] || die "$1 takes one folder."
         [[ -f $2/tasks.tsv ]] || die "$2 holds no tasks.tsv; give the folder of a sweep."
         if [[ $1 == --wait ]]; then
-            job=$(cat "$2/job" 2>/dev/null) || die "$2 was never submitted."
-            command -v squeue >/dev/null || die "there is no squeue here; wait where Slurm is, or use --collect."
+            job=$(cat "$2/job" 2>/dev/null) || die "$2 was never submitted; give another folder, commits and seeds."
+            command -v squeue >/dev/null || die "there is no squeue here; wait where Slurm is."
             # An error other than that Slurm has forgotten the job means: ask again.
             while left=$(squeue -h -j "$job" 2>&1) || true; [[ $left && $left != *"Invalid job id"* ]]; do sleep 5; done
         fi

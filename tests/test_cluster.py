@@ -70,7 +70,7 @@ def queue(tmp_path):
     (tmp_path / "bin").mkdir()
     for name, text in {
         "sbatch": f'printf "%s\\n" "$@" >"{tmp_path}/called"; echo "7;here"',
-        "squeue": "exit 1",
+        "squeue": 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1',
     }.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)

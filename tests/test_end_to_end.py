@@ -1,12 +1,12 @@
 """Real runs of train.py in fresh processes, with knobs edited by one-line substitution as an agent would."""
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -69,8 +69,8 @@ SCENARIOS = {
     "elsewhere": lambda folder: elsewhere(folder),
     "company": lambda folder: company(folder),
     "wall limit": lambda folder: train(edited(folder), seconds=60, AUTORESEARCH_WALL_LIMIT=5),
-    "signal 2": lambda folder: interrupted(folder, signal.SIGINT),
-    "signal 15": lambda folder: interrupted(folder, signal.SIGTERM),
+    "terminal": lambda folder: at_a_terminal(folder),
+    "SIGTERM": lambda folder: terminated(folder),
 }  # fmt: skip
 
 
@@ -126,8 +126,24 @@ def company(folder):
     return [train(script, **environment, AUTORESEARCH_SHARED_GPU=allowed) for allowed in (0, 1)]
 
 
-def interrupted(folder, number):
-    """(exit code, seconds until it came, output, runs folder) of a run that gets a signal in the middle of training."""
+def at_a_terminal(folder):
+    """(exit code, all that the screen was sent) of a run at whose terminal Ctrl-C is pressed in the middle of training."""
+    command, pressed, shown = ["setsid", "--ctty", "--wait", sys.executable, edited(folder)], False, b""
+    environment = os.environ | {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(folder / "runs")}
+    screen, terminal = os.openpty()
+    own = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    with subprocess.Popen(command, env=environment, cwd=folder, **own) as process, open(screen, "r+b", 0) as screen:
+        os.close(terminal)
+        with contextlib.suppress(OSError):  # EIO: the process is gone
+            while True:
+                shown += screen.read(4096)
+                if b"step     9" in shown and not pressed:
+                    pressed = screen.write(b"\x03")
+    return process.returncode, shown.decode()
+
+
+def terminated(folder):
+    """(exit code, seconds until it came, output, runs folder) of a run that gets SIGTERM in the middle of training."""
     script, log = edited(folder), folder / "log"
     environment = os.environ | {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(folder / "runs")}
     with open(log, "wb") as file:
@@ -135,7 +151,7 @@ def interrupted(folder, number):
         deadline = time.monotonic() + 60
         while b"step" not in log.read_bytes() and time.monotonic() < deadline:
             time.sleep(0.1)
-        process.send_signal(number)
+        process.terminate()
         begun = time.monotonic()
         code = process.wait(timeout=20)
     return code, time.monotonic() - begun, log.read_text(), folder / "runs"
@@ -173,7 +189,7 @@ def test_a_run_ends_with_a_block_that_is_yaml_and_a_record_that_says_the_same(ou
 
 def test_no_data(outcomes):
     done = outcomes["no data"]
-    assert done.returncode == 2 and "run `uv run prepare.py`" in done.stderr and done.output.count("\n") == 1
+    assert done.returncode == 2 and "run `AUTORESEARCH_PROFILE=small uv run prepare.py`" in done.stderr and done.output.count("\n") == 1
 
 
 def test_indivisible_batch(outcomes):
@@ -235,12 +251,25 @@ def test_a_gpu_on_which_another_process_computes_is_refused_or_flagged(outcomes)
 
 def test_a_wall_limit_ends_a_run_without_a_score(outcomes):
     done = outcomes["wall limit"]
-    assert done.returncode == 142 and "of training; no score" in done.stderr and not done.records
+    assert done.returncode == 142 and "error: AUTORESEARCH_WALL_LIMIT after" in done.stderr and not done.records
     assert "Traceback" not in done.output and "---" not in done.output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_ends_at_once_without_a_score(outcomes, number, code):
-    returncode, seconds, output, runs = outcomes[f"signal {int(number)}"]
-    assert returncode == code and seconds < 5 and not list(runs.iterdir())
-    assert "no score" in output and "Traceback" not in output and "---" not in output
+def test_sigterm_ends_a_run_at_once_without_a_score(outcomes):
+    code, seconds, output, runs = outcomes["SIGTERM"]
+    assert code == 143 and seconds < 5 and not list(runs.iterdir())
+    assert "error: SIGTERM after" in output and "Traceback" not in output and "---" not in output
+
+
+def test_a_terminal_shows_one_live_line_and_below_it_what_ended_the_run(outcomes):
+    code, shown = outcomes["terminal"]
+    *_, live, last, nothing = shown.replace("^C", "").split("\r\n")
+    before, *updates = live.split("\r\033[K")
+    assert code == 130 and len(updates) >= 9 and not before and not nothing, shown
+    assert all(re.fullmatch(r"step +\d+ +\d+% .* left +\d+ s", line) and len(line) <= 80 for line in updates)
+    assert re.fullmatch(r"error: Ctrl-C after \d+ s of training; no score\.", last)
+
+
+def test_an_argument_is_refused():
+    done = run_script(ROOT / "train.py", "--help")
+    assert done.returncode == 2 and "train.py takes no arguments" in done.stderr and done.output.count("\n") == 1

@@ -198,9 +198,9 @@ LOGS = {
             "counts": {"keep": 4, "discard": 4, "crash": 1, "invalid": 1},
             "keep_rate": 0.4,
             "complaints": [
-                "line 14 left out: 1 fields, status ''",
-                "line 15 left out: 2 fields, status ''",
-                "line 16 left out: 5 fields, status 'maybe'",
+                "line 14 left out: 1 tabbed fields, status ''",
+                "line 15 left out: 2 tabbed fields, status ''",
+                "line 16 left out: 5 tabbed fields, status 'maybe'",
                 "line 17 has no score: val_bpb '0,98'",
                 "line 18 has no score: val_bpb '-1'",
                 "line 19 has no score: val_bpb 'inf'",

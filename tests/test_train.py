@@ -526,13 +526,15 @@ def test_without_a_compiler_the_run_goes_on(small_run, monkeypatch, capsys):
 
     def broken(function, **_):
         def call(*args, **kwargs):
-            raise torch._dynamo.exc.TorchDynamoException("InvalidCxxCompiler: No working C++ compiler found\n")
+            raise torch._dynamo.exc.TorchDynamoException(
+                "backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1\n"
+            )
 
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
     train.warm_up(small_run, torch.float32, 64)
-    assert capsys.readouterr().out.count("No working C++ compiler") == 1
+    assert capsys.readouterr().out.count("slower: InvalidCxxCompiler: No working C++ compiler") == 1
 
 
 def test_an_indivisible_batch_names_both_numbers(monkeypatch, capsys):
