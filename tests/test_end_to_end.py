@@ -189,7 +189,11 @@ def test_a_run_ends_with_a_block_that_is_yaml_and_a_record_that_says_the_same(ou
 
 def test_no_data(outcomes):
     done = outcomes["no data"]
-    assert done.returncode == 2 and "run `AUTORESEARCH_PROFILE=small uv run prepare.py`" in done.stderr and done.output.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and "run `AUTORESEARCH_PROFILE=small uv run prepare.py`" in done.stderr
+        and done.output.count("\n") == 1
+    )
 
 
 def test_indivisible_batch(outcomes):
