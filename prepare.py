@@ -55,10 +55,10 @@ PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or ("full" if GPU_PRESENT else 
 try:
     TIME_BUDGET, SEED = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300), int(os.environ.get("SEED") or 42)
     WALL_LIMIT = float(os.environ.get("AUTORESEARCH_WALL_LIMIT") or 0)  # seconds until a run is ended; 0: never
-    assert 0 < TIME_BUDGET < float("inf") and 0 <= WALL_LIMIT < float("inf") and 0 <= SEED < 2**63, "out of range"
+    assert 0 < TIME_BUDGET < float("inf") and 0 <= WALL_LIMIT < float("inf") and 0 <= SEED < 2**63, "too low or high"
     assert PROFILE in ("full", "small"), f"AUTORESEARCH_PROFILE is full or small, not {PROFILE!r}"
 except (ValueError, AssertionError) as error:
-    stop(f"AUTORESEARCH_TIME_BUDGET and _WALL_LIMIT are seconds, SEED is a whole number from 0 on; {error}.")
+    stop(f"AUTORESEARCH_TIME_BUDGET and AUTORESEARCH_WALL_LIMIT take seconds, SEED a whole number; {error}.")
 
 MAX_SEQ_LEN = by_profile(full=2048, small=512)  # tokens a row
 EVAL_TOKENS = by_profile(full=40 * 524288, small=2**18)  # validation tokens scored

@@ -41,12 +41,12 @@ submit() {
     [[ ${#commits[@]} -gt 0 && ${#seeds[@]} -gt 0 ]] || die "give commits, then --, then seeds; see the head of $0."
     [[ ! -e $folder/job ]] || die "$folder holds a sweep already; choose another folder."
     [[ -x $python ]] || die "there is no $python; run 'uv sync' first."
+    command -v sbatch >/dev/null || die "there is no sbatch here; submit where Slurm is."
 
     mkdir -p "$folder"/{log,runs,status}
     for commit in "${commits[@]}"; do
         for seed in "${seeds[@]}"; do printf '%s\t%s\n' "$commit" "$seed"; done
     done | awk '{ printf "%d\t%s\n", NR - 1, $0 }' >"$folder/tasks.tsv"
-    command -v sbatch >/dev/null || die "there is no sbatch here; submit where Slurm is."
     job=$(sbatch --parsable --array="0-$((${#commits[@]} * ${#seeds[@]} - 1))$limit" \
         --output="${folder//%/%%}/log/%a.log" "$@" "$repo/cluster/slurm.sbatch" "$repo" "$folder")
     echo "${job%%;*}" >"$folder/job" # a cluster's name may follow

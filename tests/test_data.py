@@ -318,8 +318,8 @@ def spoiled(folder, spoil):
 
 
 BAD_INPUT = {
-    "no such folder": (lambda f: ["--data-dir", f / "none"], "0 parquet files"),
-    "one shard": (lambda f: spoiled(f, lambda f: [(f / f"shard_0000{i}.parquet").unlink() for i in (0, 1)]), "at least two"),
+    "no such folder": (lambda f: ["--data-dir", f / "none"], "0 *.parquet files"),
+    "one shard": (lambda f: spoiled(f, lambda f: [(f / f"shard_0000{i}.parquet").unlink() for i in (0, 1)]), "two or more"),
     "no text": (lambda f: spoiled(f, lambda f: write_parquet(f / "shard_00000.parquet", ["a"], "body")), "no column `text`"),
     "numbers": (lambda f: spoiled(f, lambda f: write_parquet(f / "shard_00000.parquet", [1, 2])), "no column `text` of strings"),
     "not parquet": (lambda f: spoiled(f, lambda f: (f / "shard_00001.parquet").write_text("<html>")), "not a whole parquet"),

@@ -48,7 +48,7 @@ def edited(folder, replace=(), quick=QUICK, **knobs):
     return folder / "train.py"
 
 
-def train(script, seconds=2, prefix=(), **environment):
+def train(script, seconds=1, prefix=(), **environment):
     runs = script.parent / "runs"
     environment = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
     done = run_script(script, cwd=script.parent, prefix=prefix, **environment)
@@ -58,7 +58,7 @@ def train(script, seconds=2, prefix=(), **environment):
 
 EVALUATE, LATER = "    val_bpb = prepare.evaluate_bpb", "    open(__file__, 'a').write('# a later edit')\n"
 SCENARIOS = {
-    "good": lambda folder: train(edited(folder, [(EVALUATE, LATER + EVALUATE)], quick=("", "")), PYTHONPATH=without_network(folder)),
+    "good": lambda folder: train(edited(folder, [(EVALUATE, LATER + EVALUATE)], quick=("", "")), 2, PYTHONPATH=without_network(folder)),
     "no data": lambda folder: train(edited(folder), AUTORESEARCH_CACHE=folder / "nothing"),
     "indivisible": lambda folder: train(edited(folder, TOTAL_BATCH_SIZE=1000)),
     "nan": lambda folder: train(edited(folder, EMBEDDING_LR="float('nan')")),
@@ -92,7 +92,7 @@ def smuggled(folder):
     places = [folder / "night", folder / "night", folder / "clean"]
     for place in places[1:]:
         place.mkdir()
-    return [train(script, TMPDIR=place, HOME=place, AUTORESEARCH_RUNS=place / "runs") for place in places]
+    return [train(script, 2, TMPDIR=place, HOME=place, AUTORESEARCH_RUNS=place / "runs") for place in places]
 
 
 def elsewhere(folder):

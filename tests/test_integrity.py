@@ -5,6 +5,7 @@ All on made-up rows of 64 tokens with small random models; the probes need no tr
 
 import copy
 import math
+import re
 import subprocess
 import sys
 
@@ -505,14 +506,20 @@ def checkout(tmp_path):
 
 def test_verify_passes_what_is_untouched(cache, checkout, monkeypatch, capsys):
     code, output = verify(monkeypatch, capsys, checkout)
-    assert code == 0 and output.out.startswith("verified: "), output
+    assert code == 0 and re.fullmatch(r"verified: \d+ files, prepare.py\n", output.out), output
+
+
+def test_verify_does_not_vouch_for_a_ruler_that_nothing_tells_the_commit_of(cache, checkout, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(checkout))
+    code, output = verify(monkeypatch, capsys, checkout)
+    assert code == 0 and output.out.startswith("verified: ") and "prepare.py" not in output.out
 
 
 def test_verify_finds_an_edited_ruler(cache, checkout, monkeypatch, capsys):
     with open(checkout / "prepare.py", "a") as file:
         file.write("# a word\n")
     code, output = verify(monkeypatch, capsys, checkout)
-    assert code == 2 and "by this version of prepare.py" in output.err
+    assert code == 2 and "is not prepared by this prepare.py" in output.err
 
 
 def test_verify_finds_what_could_carry_state(cache, checkout, monkeypatch, capsys):
