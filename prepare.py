@@ -565,7 +565,7 @@ def verify():
         pairs = itertools.islice(zip(read_shard(ROOT / name), read_tokens(ROOT / flat)), 100)
         if any(bpe.token_bytes[ids].sum() != len(t.encode()) or bpe.decode(ids[1:]) != t for t, ids in pairs):
             found.append(f"{ROOT / flat} is not the text of {name}; delete it and prepare again")
-    git = subprocess.run("git status --porcelain prepare.py", shell=True, cwd=here, capture_output=True, text=True)
+    git = subprocess.run("env git status --porcelain prepare.py".split(), cwd=here, capture_output=True, text=True)
     found += ["prepare.py differs from the commit; `git restore prepare.py`"] if git.stdout else []
     tree = (path for path in here.rglob("*") if not {".git", ".venv"}.intersection(path.relative_to(here).parts))
     found += [f"{f} could carry state, over 1 MB; move it" for f in tree if f.is_file() and f.stat().st_size > 10**6]

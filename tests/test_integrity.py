@@ -6,6 +6,7 @@ All on made-up rows of 64 tokens with small random models; the probes need no tr
 import copy
 import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -510,7 +511,8 @@ def test_verify_passes_what_is_untouched(cache, checkout, monkeypatch, capsys):
 
 
 def test_verify_does_not_vouch_for_a_ruler_that_nothing_tells_the_commit_of(cache, checkout, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(checkout))
+    (checkout / "env").symlink_to(shutil.which("env"))
+    monkeypatch.setenv("PATH", str(checkout))  # no git
     code, output = verify(monkeypatch, capsys, checkout)
     assert code == 0 and output.out.startswith("verified: ") and "prepare.py" not in output.out
 

@@ -537,6 +537,13 @@ def test_without_a_compiler_the_run_goes_on(small_run, monkeypatch, capsys):
     assert capsys.readouterr().out.count("slower: InvalidCxxCompiler: No working C++ compiler") == 1
 
 
+def test_an_argument_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 2 and "train.py takes no arguments" in capsys.readouterr().err
+
+
 def test_an_indivisible_batch_names_both_numbers(monkeypatch, capsys):
     monkeypatch.setattr(train, "TOTAL_BATCH_SIZE", 1000)
     with pytest.raises(SystemExit) as stop:
