@@ -178,7 +178,7 @@ def climbmix(num_shards, workers):
     with bar, multiprocessing.pool.ThreadPool(max(1, workers)) as pool:
         failed = [*filter(None, pool.map(lambda path: download(f"{url}/{path.name}", path, bar), wanted, chunksize=1))]
     if failed:
-        stop(f"{len(failed)} of {len(wanted)} shards failed, first {failed[0]}; mend network or HF_ENDPOINT, repeat.")
+        stop(f"{len(failed)} of {len(wanted)} shards failed, first {failed[0]}; mend network or take --corpus python.")
     return wanted
 
 
@@ -379,8 +379,7 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
         rows = pack_rows(documents, T + 1, buffer_size)
         while True:
             batch = torch.from_numpy(np.stack(list(itertools.islice(rows, B))).astype(np.int64))
-            batch = batch.pin_memory() if device == "cuda" else batch  # its allocator keeps it until the copy is done
-            batch = batch.to(device, non_blocking=True)
+            batch = (batch.pin_memory() if device == "cuda" else batch).to(device, non_blocking=True)  # kept while read
             _run.served.append((_now(), B * T))
             yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), epoch[0]
 
@@ -540,6 +539,7 @@ def prepare(args):
     if settings != manifest["settings"]:
         stale += [p for glob in ("tok*/*", "val/*.bin", "val/*.npy", "*/python*.parquet") for p in ROOT.glob(glob)]
     if stale or not manifest["files"]:
+        list(map(any, map(read_shard, () if "python" in settings else make_shards())))  # fails before anything goes
         for path in stale:
             path.unlink(missing_ok=True)
         save_manifest(settings)

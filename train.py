@@ -8,6 +8,7 @@ prepare.py owns data, clock and metric. Importing this file does nothing. README
 Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary.
 """
 
+import atexit
 import ctypes
 import gc
 import math
@@ -633,7 +634,7 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
             smooth += (value - smooth) * max(0.1, 1 / (step - lag))
         seconds = monotonic() - began
         if step == 1:  # no pauses from here on: what exists now stays, and a run is too short to need collection
-            gc.collect(), gc.freeze(), gc.disable()
+            gc.collect(), gc.freeze(), gc.disable(), atexit.register(gc.unfreeze)  # else 29 lines of leaks at the end
         if live or monotonic() - printed > 5:
             printed, rate = monotonic(), TOTAL_BATCH_SIZE / seconds
             mfu = f"{100 * flops * rate / peak:.1f}%" if peak else "n/a"
@@ -641,7 +642,6 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
                     f"{rate:7.0f} tok/s mfu {mfu} epoch {epoch} left {TIME_BUDGET - elapsed():3.0f} s")  # fmt: skip
             print(f"\r\033[K{line}" if live else line, end="" if live else "\n", flush=True)  # in 80 columns
     print(end="\n" * live)
-    gc.unfreeze(), gc.enable()
     return step, smooth
 
 
@@ -665,7 +665,7 @@ def run():
     params, flops = sum(p.numel() for p in model.parameters()), config.flops_per_token(matrices)
     print(f"model: depth {DEPTH}, width {config.n_embd}, {config.n_head} heads of {HEAD_DIM}, windows "
           f"{config.windows}, attention {rung}, {params / 1e6:.1f} M parameters, {flops:.2e} FLOPs/token")  # fmt: skip
-    print("warming up", flush=True)  # compiles, which takes a minute where nothing is in the cache
+    print("warming up", flush=True)  # compiles, one or two minutes where nothing is in the cache
     callable_model, optimizer, rows = warm_up(model, dtype, validation_rows)
     micro_batches, peak = accumulation_steps(rows), peak_flops(name)
     print(f"run: {prepare.PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, {TOTAL_BATCH_SIZE} tokens a step in "

@@ -372,6 +372,17 @@ def test_a_damaged_shard_in_a_worker_process_is_one_sentence_too(tmp_path):
     assert done.returncode == 2 and "not a whole parquet file" in done.stderr and "Traceback" not in done.output
 
 
+def test_a_corpus_that_cannot_be_used_leaves_the_cache_as_it_was(tmp_path, corpus):
+    cache = {"AUTORESEARCH_CACHE": tmp_path / "cache", "HF_HUB_OFFLINE": "1"}
+    assert run_script(ROOT / "prepare.py", "--data-dir", corpus, **cache).returncode == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    write_parquet(tmp_path / "bad/a.parquet", ["a"], "body")
+    write_parquet(tmp_path / "bad/b.parquet", ["b"], "body")
+    for choice in (["--data-dir", tmp_path / "bad"], ["--corpus", "climbmix"]):
+        assert run_script(ROOT / "prepare.py", *choice, **cache).returncode == 2
+        assert {path: path.stat().st_mtime_ns for path in before if path.exists()} == before
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
