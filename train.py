@@ -634,7 +634,7 @@ def train(model, optimizer, batches, micro_batches, flops, peak):
             smooth += (value - smooth) * max(0.1, 1 / (step - lag))
         seconds = monotonic() - began
         if step == 1:  # no pauses from here on: what exists now stays, and a run is too short to need collection
-            gc.collect(), gc.freeze(), gc.disable(), atexit.register(gc.unfreeze)  # else 29 lines of leaks at the end
+            gc.collect(), gc.freeze(), gc.disable(), atexit.register(gc.unfreeze)  # else nanobind's leaks end the log
         if live or monotonic() - printed > 5:
             printed, rate = monotonic(), TOTAL_BATCH_SIZE / seconds
             mfu = f"{100 * flops * rate / peak:.1f}%" if peak else "n/a"

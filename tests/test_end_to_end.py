@@ -127,8 +127,9 @@ def company(folder):
 
 
 def at_a_terminal(folder):
-    """(exit code, all that the screen was sent) of a run at whose terminal Ctrl-C is pressed in the middle of training."""
-    command, pressed, shown = ["setsid", "--ctty", "--wait", sys.executable, edited(folder)], False, b""
+    """(exit code, seconds until it came, all that the screen was sent, runs folder) of a run at whose terminal Ctrl-C is
+    pressed in the middle of training."""
+    command, pressed, shown = ["setsid", "--ctty", "--wait", sys.executable, edited(folder)], 0.0, b""
     environment = os.environ | {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(folder / "runs")}
     screen, terminal = os.openpty()
     own = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
@@ -138,8 +139,9 @@ def at_a_terminal(folder):
             while True:
                 shown += screen.read(4096)
                 if b"step     9" in shown and not pressed:
-                    pressed = screen.write(b"\x03")
-    return process.returncode, shown.decode()
+                    screen.write(b"\x03")
+                    pressed = time.monotonic()
+    return process.returncode, time.monotonic() - pressed, shown.decode(), folder / "runs"
 
 
 def terminated(folder):
@@ -256,6 +258,7 @@ def test_a_gpu_on_which_another_process_computes_is_refused_or_flagged(outcomes)
 def test_a_wall_limit_ends_a_run_without_a_score(outcomes):
     done = outcomes["wall limit"]
     assert done.returncode == 142 and "error: AUTORESEARCH_WALL_LIMIT after" in done.stderr and not done.records
+    assert "of training; no score" in done.stderr
     assert "Traceback" not in done.output and "---" not in done.output
 
 
@@ -263,13 +266,15 @@ def test_sigterm_ends_a_run_at_once_without_a_score(outcomes):
     code, seconds, output, runs = outcomes["SIGTERM"]
     assert code == 143 and seconds < 5 and not list(runs.iterdir())
     assert output.splitlines()[-1].startswith("error: SIGTERM after")  # and no word of leaks below it
-    assert "Traceback" not in output and "---" not in output
+    assert "no score" in output and "Traceback" not in output and "---" not in output
 
 
 def test_a_terminal_shows_one_live_line_and_below_it_what_ended_the_run(outcomes):
-    code, shown = outcomes["terminal"]
+    code, seconds, shown, runs = outcomes["terminal"]
+    assert code == 130 and seconds < 5 and not list(runs.iterdir())
+    assert "Traceback" not in shown and "---" not in shown
     *_, live, last, nothing = shown.replace("^C", "").split("\r\n")
     before, *updates = live.split("\r\033[K")
-    assert code == 130 and len(updates) >= 9 and not before and not nothing, shown
+    assert len(updates) >= 9 and not before and not nothing, shown
     assert all(re.fullmatch(r"step +\d+ +\d+% .* left +\d+ s", line) and len(line) <= 80 for line in updates)
     assert re.fullmatch(r"error: Ctrl-C after \d+ s of training; no score\.", last)
