@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 import prepare  # noqa: E402
+from tests import common, conftest  # noqa: E402
+from tests import test_end_to_end as runs  # noqa: E402
+from tests import test_integrity as suite  # noqa: E402
 
-import conftest  # noqa: E402
-import test_end_to_end as runs  # noqa: E402
-import test_integrity as suite  # noqa: E402
 import torch  # noqa: E402
 
 EVALUATE = runs.EVALUATE
@@ -94,11 +94,11 @@ def models(rows):
 
 def edited_runs(folder):
     """The edits one after another; a cache that one of them spoils is mended for the next."""
-    corpus = conftest.make_corpus(folder / "corpus")
+    corpus = common.make_corpus(folder / "corpus")
     print("| edit of train.py | exit | val_bpb | training s | start-up s | what was said |\n|---|---|---|---|---|---|")
     for i, (name, edit) in enumerate(EDITS.items()):
-        assert conftest.run_script(ROOT / "prepare.py", "--data-dir", corpus).returncode == 0
-        done = runs.train(runs.edited(folder / str(i), [edit]))
+        assert common.run_script(ROOT / "prepare.py", "--data-dir", corpus).returncode == 0
+        done = common.train(common.edited(folder / str(i), [edit]))
         found = dict(re.findall(r"^(val_bpb|training_seconds|startup_seconds|integrity): (.*)", done.stdout, re.M))
         said = found.get("integrity") or done.output.strip().splitlines()[-1]
         numbers = " | ".join(found.get(key, "") for key in ("val_bpb", "training_seconds", "startup_seconds"))
@@ -114,7 +114,7 @@ def main():
     folder = Path(tempfile.mkdtemp(prefix="autoresearch-variants-"))
     models(conftest.make_rows())
     edited_runs(folder)
-    for path in (folder, conftest.CACHE):
+    for path in (folder, common.CACHE):
         shutil.rmtree(path)
 
 

@@ -5,15 +5,12 @@ import sys
 
 import prepare
 import train
+from benchmarks import attention, evaluate, loader, step
+from tests.common import ROOT
 
-import attention
-import evaluate
-import loader
 import numpy as np
 import pytest
-import step
 import torch
-from conftest import ROOT
 
 TINY = "DEPTH=2 ASPECT_RATIO=32 HEAD_DIM=32 TOTAL_BATCH_SIZE=1024 DEVICE_BATCH_SIZE=2 WINDOW_PATTERN='SL'"
 

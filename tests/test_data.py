@@ -6,13 +6,13 @@ import shutil
 import time
 
 import prepare
+from tests.common import ROOT, make_corpus, make_texts, run_script, write_parquet
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import rustbpe
-from conftest import ROOT, make_corpus, make_texts, run_script, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 

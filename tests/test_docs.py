@@ -9,9 +9,9 @@ import time
 
 import prepare
 import train
+from tests.common import ROOT
 
 import pytest
-from conftest import ROOT
 
 PROGRAM, README = ((ROOT / name).read_text() for name in ("program.md", "README.md"))
 BLOCKS = re.findall(r"```bash\n(.*?)```", PROGRAM, re.S)

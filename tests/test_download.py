@@ -6,9 +6,9 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import prepare
+from tests.common import ROOT, make_texts, run_script, write_parquet
 
 import pytest
-from conftest import ROOT, make_texts, run_script, write_parquet
 
 VAL = "shard_06542.parquet"
 

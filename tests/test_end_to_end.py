@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import re
@@ -14,46 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import prepare
+from benchmarks import overhead
+from tests.common import edited, train
+from tests.test_security import GUARD
 
 import numpy as np
-import overhead
 import pytest
 import yaml
-from conftest import ROOT, run_script
-from test_security import GUARD
 
-TINY = {
-    "DEPTH": 2, "ASPECT_RATIO": 32, "HEAD_DIM": 32, "TOTAL_BATCH_SIZE": 2048, "DEVICE_BATCH_SIZE": 4, "COMPILE": False,
-    "WINDOW_PATTERN": '"SL"',
-}  # fmt: skip
 NINE = "val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps num_params_M depth".split()
-
-
-# On the meta device torch initialises by code that imports its compiler, which these runs do without: 3 s of 11.
-QUICK = ('    with torch.device("meta"):\n', "    with device:\n")
-
-
-def edited(folder, replace=(), quick=QUICK, **knobs):
-    """A folder with both scripts, train.py's knobs changed and then `replace` (old, new) texts."""
-    folder.mkdir()
-    shutil.copy(ROOT / "prepare.py", folder)
-    source = (ROOT / "train.py").read_text()
-    for name, value in (TINY | knobs).items():
-        source, count = re.subn(rf"^({name}\s*=).*?(\s*#.*)?$", rf"\1 {value}\2", source, count=1, flags=re.M)
-        assert count == 1, name
-    for old, new in (quick, *replace):
-        assert old in source
-        source = source.replace(old, new)
-    (folder / "train.py").write_text(source)
-    return folder / "train.py"
-
-
-def train(script, seconds=1, prefix=(), **environment):
-    runs = script.parent / "runs"
-    environment = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
-    done = run_script(script, cwd=script.parent, prefix=prefix, **environment)
-    done.records = [json.loads(path.read_text()) for path in environment["AUTORESEARCH_RUNS"].glob("*.json")]
-    return done
 
 
 EVALUATE, LATER = "    val_bpb = prepare.evaluate_bpb", "    open(__file__, 'a').write('# a later edit')\n"

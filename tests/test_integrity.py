@@ -12,12 +12,12 @@ import sys
 
 import prepare
 import train
+from tests.common import ROOT
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from torch import nn
 
 V, T, C = 96, 64, 32

@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import prepare
+from tests.common import ROOT
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 FORBIDDEN = {
     "pickle",

@@ -5,8 +5,9 @@ import subprocess
 import sys
 import tomllib
 
+from tests.common import ROOT
+
 import pytest
-from conftest import ROOT
 
 CAPS = {"prepare.py": 600, "train.py": 700, "program.md": 180, "README.md": 220}
 PYTHON = ("prepare.py", "train.py")

@@ -8,11 +8,11 @@ import sys
 
 import prepare
 import train
+from tests.common import ROOT
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,0 +1,116 @@
+"""What several test files need: the environment of the suite, made-up corpora, real runs of both scripts."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Before prepare.py is imported, which reads its environment once.
+CACHE = Path(tempfile.mkdtemp(prefix="autoresearch-tests-"))
+for name in (
+    "SEED",
+    "AUTORESEARCH_TIME_BUDGET",
+    "AUTORESEARCH_RUNS",
+    "AUTORESEARCH_SHARED_GPU",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+):
+    os.environ.pop(name, None)
+os.environ |= {
+    "AUTORESEARCH_PROFILE": "small",
+    "AUTORESEARCH_CACHE": str(CACHE),
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # threads that compete for a core cost up to 13 times
+    "PYTHONPATH": str(ROOT),
+}
+
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+
+# ---- Corpora ----
+def make_texts(count, seed=0, words=120):
+    """Documents that look like English, with accents, digits and blanks that try the byte counts."""
+    rng = random.Random(1234)
+    letters = "abcdefghiklmnoprstuvw"
+    stems = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(60)]
+    stems += ["café", "naïve", "Ω", "日本語", "1234567", "\n\n", "🙂"]
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(stems, k=rng.randint(words // 3, words))) for _ in range(count)]
+
+
+def write_parquet(path, texts, column="text", kind=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({column: pa.array(texts, kind)}), path)
+
+
+def make_corpus(folder, train=(1500, 1500), val=600):
+    """A folder of shards as --data-dir takes it."""
+    for i, count in enumerate((*train, val)):
+        write_parquet(folder / f"shard_{i:05d}.parquet", make_texts(count, seed=i))
+    return folder
+
+
+# ---- Processes ----
+def run_script(script, *args, cwd=ROOT, prefix=(), **environment):
+    """A fresh process, without the variables that are None. Returns it finished, with all that it
+    said in `output`."""
+    command = [*prefix, sys.executable, str(script), *map(str, args)]
+    merged = os.environ | environment
+    merged = {key: str(value) for key, value in merged.items() if value is not None}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=merged, timeout=120
+    )
+    done.output = done.stdout + done.stderr
+    return done
+
+
+def substitute(source, knobs):
+    """The source of train.py with each knob's line changed, as an agent changes it."""
+    for name, value in knobs.items():
+        line = re.compile(rf"^({name}\s*=).*?(\s*#.*)?$", re.M)
+        source, count = line.subn(rf"\1 {value}\2", source, count=1)
+        assert count == 1, f"train.py has no knob {name}"
+    return source
+
+
+TINY = {
+    "DEPTH": 2,
+    "ASPECT_RATIO": 32,
+    "HEAD_DIM": 32,
+    "TOTAL_BATCH_SIZE": 2048,
+    "DEVICE_BATCH_SIZE": 4,
+    "COMPILE": False,
+    "WINDOW_PATTERN": '"SL"',
+}
+# On the meta device torch initialises by code that imports its compiler: 3 s of 11.
+QUICK = ('    with torch.device("meta"):\n', "    with device:\n")
+
+
+def edited(folder, replace=(), quick=QUICK, **knobs):
+    """A folder with both scripts, the knobs of train.py changed and then the `replace` texts, pairs
+    (old, new). Returns the path of train.py."""
+    folder.mkdir()
+    shutil.copy(ROOT / "prepare.py", folder)
+    source = substitute((ROOT / "train.py").read_text(), TINY | knobs)
+    for old, new in (quick, *replace):
+        assert old in source, old
+        source = source.replace(old, new)
+    (folder / "train.py").write_text(source)
+    return folder / "train.py"
+
+
+def train(script, seconds=1, prefix=(), **environment):
+    """A run of train.py, with its `records`."""
+    runs = script.parent / "runs"
+    own = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
+    done = run_script(script, cwd=script.parent, prefix=prefix, **own)
+    done.records = [json.loads(path.read_text()) for path in own["AUTORESEARCH_RUNS"].glob("*.json")]
+    return done
