@@ -415,7 +415,8 @@ def score(model, rows, token_bytes, batch_size, rng=None):
         if not torch.is_tensor(logits) or shape[:-1] != targets.shape or shape[-1] < len(table):
             raise IntegrityError(f"shape: model(x) returned {shape}, not logits {(*targets.shape, len(table))}")
         pairs = zip(logits, targets, strict=True)  # a row at a time: an fp32 copy of all would be the largest tensor
-        return torch.stack([row.float().logsumexp(-1) - row.float().gather(-1, y[:, None])[:, 0] for row, y in pairs])
+        # not logsumexp minus gather: with 2**28 added to every logit that difference is 0, for fp32 has 24 bits
+        return torch.stack([-row.float().log_softmax(-1).gather(-1, y[:, None])[:, 0] for row, y in pairs])
 
     def changes(before, inputs):
         batches = (slice(start, start + size) for start in range(0, len(inputs), size))
