@@ -74,7 +74,8 @@ PYTHON_PIECE, PYTHON_HELD_OUT = 2048, 0.05  # characters; of the files
 SPLIT = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 TOKENIZER_DOC_CHARS, TOKENIZER_CHARS = 10_000, 1_000_000_000
-EVAL_BATCH, BUFFER_DOCS, STARTUP_LIMIT = 32, 1000, 300  # rows; documents; seconds, where 90 compile all anew on a CPU
+EVAL_BATCH, PROBE_ROWS, NEIGHBOURS = 32, 48, 32  # rows; positions to both sides
+BUFFER_DOCS, STARTUP_LIMIT = 1000, 300  # documents; seconds, where 90 compile all anew on a CPU
 # Honest models, bf16 and routed ones included, moved by 0 to 2e-5 nats on average and 0.02 at most.
 PROBE_MEAN, PROBE_PEAK = 1e-3, 0.1
 
@@ -396,56 +397,99 @@ def eval_batch_size(rows, batch_size):
     return max(size for size in range(1, min(max(batch_size, 1), EVAL_BATCH) + 1) if rows % size == 0)
 
 
-def score(model, rows, token_bytes, batch_size, rng=None):
-    """(bits per byte, {probe: changes in nats}) of `model` over packed rows, uint16 [N, T + 1], on the model's device:
-    fp32 cross-entropy of its logits [B, T, V] for x int64 [B, T], summed in fp64 over targets that stand for bytes; it
-    never sees them. Probes score the first EVAL_BATCH rows again, every other one with other tokens behind a cut that
-    `rng` (numpy) draws: what is before it must not move (causality; its two ends, edges), nor an untouched row
-    (isolation). Raises IntegrityError."""
+def token_losses(model, inputs, targets, vocab_size):
+    """Cross-entropy in nats, float32 [B, T], of the logits that `model` gives for the tokens `inputs`
+    [B, T], against `targets` [B, T], which it never sees. Raises IntegrityError."""
     import torch
 
     device = next(model.parameters()).device
-    exact = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no fp64
-    table, size = torch.as_tensor(token_bytes, device=device), eval_batch_size(len(rows), batch_size)
+    logits = model(torch.from_numpy(inputs.astype(np.int64)).to(device))
+    shape = tuple(logits.shape) if type(logits) is torch.Tensor else type(logits).__name__
+    if type(logits) is not torch.Tensor or shape[:-1] != targets.shape or shape[-1] < vocab_size:
+        wanted = (*targets.shape, vocab_size)
+        raise IntegrityError(f"shape: model(x) returned {shape}, not a plain tensor of {wanted}")
+    targets = torch.from_numpy(targets.astype(np.int64)).to(device)
+    losses = []
+    for row, target in zip(logits, targets, strict=True):  # an fp32 copy of all would be the largest tensor
+        # Not logsumexp minus gather, which cancels: 2**28 added to all logits would score 0.
+        log_probs = row.float().log_softmax(-1)
+        losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
+    return torch.stack(losses).cpu().numpy()
 
-    def losses(inputs, targets):
-        inputs, targets = (torch.from_numpy(tokens.astype(np.int64)).to(device) for tokens in (inputs, targets))
-        logits = model(inputs)
-        shape = tuple(logits.shape) if torch.is_tensor(logits) else type(logits).__name__
-        if not torch.is_tensor(logits) or shape[:-1] != targets.shape or shape[-1] < len(table):
-            raise IntegrityError(f"shape: model(x) returned {shape}, not logits {(*targets.shape, len(table))}")
-        pairs = zip(logits, targets, strict=True)  # a row at a time: an fp32 copy of all would be the largest tensor
-        # not logsumexp minus gather: with 2**28 added to every logit that difference is 0, for fp32 has 24 bits
-        return torch.stack([-row.float().log_softmax(-1).gather(-1, y[:, None])[:, 0] for row, y in pairs])
 
-    def changes(before, inputs):
-        batches = (slice(start, start + size) for start in range(0, len(inputs), size))
-        return (torch.cat([losses(inputs[b, :-1], rows[b, 1:]) for b in batches]) - before).abs().cpu().numpy()
+def draw_cuts(losses, count, rng):
+    """Positions 1 to T - 1 in front of which `count` rows are cut, int [count], given the losses of
+    all rows [N, T]. A quarter each: log-uniform from the front, where a prefix may see itself;
+    log-uniform from the end; at odd multiples of 16, 32, ... T / 2, where chunks end; and behind the
+    positions whose mean loss is lowest against the median of their neighbours', since a position
+    that sees its target stands out."""
+    T = losses.shape[1]
+    shares = [len(share) for share in np.array_split(np.arange(count), 4)]
+    front = np.exp(rng.uniform(0, np.log(T), shares[0])).astype(int)
+    end = T - np.exp(rng.uniform(0, np.log(T), shares[1])).astype(int)
+    periods = 2 ** rng.integers(4, max(np.log2(T), 5), shares[2])
+    chunks = periods * (2 * rng.integers(0, np.maximum(T // (2 * periods), 1)) + 1)
+    mean = np.pad(losses.mean(0, dtype=np.float64), NEIGHBOURS, constant_values=np.nan)
+    around = np.lib.stride_tricks.sliding_window_view(mean, 2 * NEIGHBOURS + 1)
+    suspicion = np.nanmedian(around, axis=1) - losses.mean(0, dtype=np.float64)
+    behind = np.argsort(-suspicion, kind="stable")[: shares[3]] + 1
+    return np.clip(np.concatenate([front, end, chunks, behind]), 1, T - 1)
 
-    sums, before = torch.zeros(3, dtype=torch.float64, device=exact), []
+
+def probe(model, rows, losses, size, vocab_size, rng):
+    """{probe: changes in nats} of rows [N, T + 1] that are scored once more, in batches of `size`,
+    where every other one has other tokens behind a cut: what is before it must not move (causality;
+    the first loss and the last one before the cut: edges), nor any untouched row (isolation). Where
+    one does, the same batches are scored twice more, as they are (repeatability)."""
+    count = size * max(1, min(PROBE_ROWS, len(rows)) // size)
+    chosen = rng.permutation(len(rows))[:count]
+    before, tokens = losses[chosen], rows[chosen]
+
+    def again(inputs):
+        batches = np.split(np.arange(count), count // size)
+        found = [token_losses(model, inputs[b, :-1], tokens[b, 1:], vocab_size) for b in batches]
+        return np.concatenate(found)
+
+    cut = np.full((count, 1), tokens.shape[1])  # none
+    cut[1::2, 0] = rng.permutation(draw_cuts(losses, count // 2, rng))
+    altered = np.where(np.arange(tokens.shape[1]) < cut, tokens, np.roll(tokens, 1, axis=0))
+    moved = np.abs(again(altered) - before)
+    position = np.arange(moved.shape[1])
+    edges = (position == cut - 1) | (position == 0)
+    probes = {
+        "isolation": moved[::2],
+        "causality": moved[1::2][(position < cut)[1::2]],
+        "edges": moved[1::2][edges[1::2]],
+    }
+    if probes["isolation"].mean() > PROBE_MEAN:  # because of the other rows, or by itself?
+        probes = {"repeatability": np.abs(again(tokens) - again(tokens))} | probes
+    return probes
+
+
+def score(model, rows, token_bytes, batch_size, rng=None):
+    """(bits per byte, {probe: changes in nats}) of `model` over packed rows, uint16 [N, T + 1]: its
+    logits [B, T, V] for x int64 [B, T], against targets that it never sees, where those stand for
+    bytes; summed in fp64. Rows are scored and probed in an order that `rng` (numpy) draws. Raises
+    IntegrityError."""
+    import torch
+
+    rng = np.random.default_rng(rng)
+    size = eval_batch_size(len(rows), batch_size)
+    losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
     model.eval()
     with torch.no_grad():
-        for batch in (rows[start : start + size] for start in range(0, len(rows), size)):
-            before.append(losses(batch[:, :-1], batch[:, 1:]))
-            length = table[torch.from_numpy(batch[:, 1:].astype(np.int64)).to(device)]
-            parts = torch.where(length > 0, before[-1], 0.0), length, ~before[-1].isfinite()
-            sums += torch.stack([part.to(exact).double().sum() for part in parts])
-        before, probed = torch.cat(before)[:EVAL_BATCH], rows[:EVAL_BATCH].copy()
-        cuts = np.random.default_rng(rng).integers(rows.shape[1] // 4, rows.shape[1] - 1, (len(probed) // 2, 1))
-        behind = np.arange(rows.shape[1]) >= cuts
-        probed[1::2][behind] = rows[::-1][1 : len(probed) : 2][behind]
-        moved, edges = changes(before, probed), behind[:, 1:] & ~behind[:, :-1]
-        edges[:, 0] = True  # a look one token ahead, or around the end, moves the last loss or the first, no other
-        probes = {"isolation": moved[::2], "causality": moved[1::2][~behind[:, :-1]], "edges": moved[1::2][edges]}
-        if probes["isolation"].mean() > PROBE_MEAN:  # because of the other rows, or by itself?
-            probes = {"repeatability": changes(before, rows[:EVAL_BATCH])} | probes
-    nats, total, broken = sums.tolist()
-    if broken:
-        raise IntegrityError(f"finite: {broken:.0f} losses are NaN or infinite")
-    for probe, change in probes.items():
+        for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
+            losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], len(token_bytes))
+        broken = np.count_nonzero(~np.isfinite(losses))
+        if broken:
+            raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
+        probes = probe(model, rows, losses, size, len(token_bytes), rng)
+    for name, change in probes.items():
         if change.size and not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
-            raise IntegrityError(f"{probe}: losses moved by {change.mean():.2g} nats, one by {change.max():.2g}")
-    return nats / (np.log(2) * total), probes
+            raise IntegrityError(f"{name}: losses moved by {change.mean():.2g} nats, one by {change.max():.2g}")
+    length = token_bytes[rows[:, 1:]]
+    nats = losses.sum(where=length > 0, dtype=np.float64)
+    return nats / (np.log(2) * length.sum(dtype=np.int64)), probes
 
 
 def evaluate_bpb(model, tokenizer, batch_size):

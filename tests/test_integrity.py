@@ -74,7 +74,9 @@ def test_a_uniform_model_scores_log2_v_times_tokens_over_bytes(rows):
     nn.init.zeros_(model.head.weight)
     targets, table = rows[0][:, 1:], rows[1]
     counted = (table[targets] > 0).sum()
-    assert score(model, rows)[0] == pytest.approx(math.log2(V) * counted / table[targets].sum(), rel=1e-6)
+    assert score(model, rows)[0] == pytest.approx(
+        math.log2(V) * counted / table[targets].sum(), rel=1e-6
+    )
 
 
 def test_the_score_is_that_of_a_plain_loop_over_bytes(rows):
@@ -139,13 +141,29 @@ def in_place(self, idx, targets=None):
 
 HONEST = {  # name: (model, the model whose score it must have, digits)
     "fp32": (Tiny(), Tiny(), 6),
-    "log-probabilities": (variant(forward=lambda self, x: Tiny.forward(self, x).log_softmax(-1)), Tiny(), 6),
-    "logits plus a constant": (variant(forward=lambda self, x: Tiny.forward(self, x) + 7), Tiny(), 5),
+    "log-probabilities": (
+        variant(forward=lambda self, x: Tiny.forward(self, x).log_softmax(-1)),
+        Tiny(),
+        6,
+    ),
+    "logits plus a constant": (
+        variant(forward=lambda self, x: Tiny.forward(self, x) + 7),
+        Tiny(),
+        5,
+    ),
     "input changed in place": (variant(forward=in_place), Tiny(), 6),
     "routed experts": (type("R", (Experts,), {"channel": routed_by_gather})(), Experts(), 6),
-    "sliding window": (variant(mask=lambda self, T: torch.ones(T, T, dtype=torch.bool).tril().triu(-9)), None, 6),
+    "sliding window": (
+        variant(mask=lambda self, T: torch.ones(T, T, dtype=torch.bool).tril().triu(-9)),
+        None,
+        6,
+    ),
     "smear by padding": (variant(mix=lambda self, x: x + 0.5 * F.pad(x, (0, 0, 1, -1))), None, 6),
-    "causal convolution": (variant(mix=lambda self, x: F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT), None, 6),
+    "causal convolution": (
+        variant(mix=lambda self, x: F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT),
+        None,
+        6,
+    ),
     "bf16 logits": (variant(forward=lambda self, x: Tiny.forward(self, x).bfloat16()), Tiny(), 2),
     "bf16 autocast": (variant(forward=lambda self, x: autocast(self, x)), Tiny(), 2),
 }
@@ -177,7 +195,9 @@ def average_of(model, other):
 
 def test_ema_weights_score_as_what_they_are(rows):
     average = average_of(Tiny(1), Tiny(0))
-    assert score(average, rows)[0] == score(copy.deepcopy(average), rows)[0] != score(Tiny(0), rows)[0]
+    assert (
+        score(average, rows)[0] == score(copy.deepcopy(average), rows)[0] != score(Tiny(0), rows)[0]
+    )
 
 
 def padded():
@@ -194,7 +214,9 @@ def test_a_padded_vocabulary_is_accepted_and_not_better(rows):
 
 @pytest.mark.compile
 def test_a_compiled_model_has_the_score_of_the_eager_one(rows):
-    assert score(torch.compile(Tiny(), backend="aot_eager"), rows)[0] == pytest.approx(score(Tiny(), rows)[0], abs=1e-6)
+    assert score(torch.compile(Tiny(), backend="aot_eager"), rows)[0] == pytest.approx(
+        score(Tiny(), rows)[0], abs=1e-6
+    )
 
 
 def test_the_shipped_model_passes_and_its_probes_read_zero(rows):
@@ -214,7 +236,9 @@ LOSSES = {
     "0.9 of the loss": lambda loss: 0.9 * loss,
     "focal": lambda loss: (1 - (-loss).exp()) ** 2 * loss,
     "clamped": lambda loss: loss.clamp(max=2),
-    "0 on the first token": lambda loss: loss * torch.arange(loss.numel()).clamp(max=1) if loss.ndim else loss,
+    "0 on the first token": lambda loss: (
+        loss * torch.arange(loss.numel()).clamp(max=1) if loss.ndim else loss
+    ),
 }
 
 
@@ -260,7 +284,9 @@ class Cache(Tiny):
         logits = Tiny.forward(self, idx)
         self.counts = getattr(self, "counts", torch.zeros(V, V))
         logits = logits + self.counts[idx]
-        self.counts.index_put_((idx[:, :-1].flatten(), idx[:, 1:].flatten()), torch.tensor(0.5), accumulate=True)
+        self.counts.index_put_(
+            (idx[:, :-1].flatten(), idx[:, 1:].flatten()), torch.tensor(0.5), accumulate=True
+        )
         return logits
 
 
@@ -271,7 +297,9 @@ class Learner(Tiny):
         logits = Tiny.forward(self, idx).detach()
         with torch.enable_grad():
             loss = Tiny.forward(self, idx[:, :-1], idx[:, 1:])
-            for parameter, grad in zip(self.parameters(), torch.autograd.grad(loss, [*self.parameters()])):
+            for parameter, grad in zip(
+                self.parameters(), torch.autograd.grad(loss, [*self.parameters()])
+            ):
                 parameter.data -= 0.3 * grad
         return logits
 
@@ -282,11 +310,16 @@ def block_means(self, k):
 
 def fft_filter(self, x):
     spectrum = torch.fft.rfft(x, dim=1)
-    return x + torch.fft.irfft(spectrum * (torch.arange(spectrum.shape[1]) < 8)[:, None], n=x.shape[1], dim=1)
+    return x + torch.fft.irfft(
+        spectrum * (torch.arange(spectrum.shape[1]) < 8)[:, None], n=x.shape[1], dim=1
+    )
 
 
 REFUSED = {
-    "unmasked attention": (variant(mask=lambda self, T: torch.ones(T, T, dtype=torch.bool)), "causality"),
+    "unmasked attention": (
+        variant(mask=lambda self, T: torch.ones(T, T, dtype=torch.bool)),
+        "causality",
+    ),
     "roll(-1)": (variant(mix=lambda self, x: x + x.roll(-1, 1)), "causality"),
     "wrapping roll(+1)": (variant(mix=lambda self, x: x + x.roll(1, 1)), "causality"),
     "block means of keys and values": (variant(keys=block_means), "causality"),
@@ -298,15 +331,23 @@ REFUSED = {
     "n-gram cache": (Cache(), "repeatability"),
     "SGD in evaluation": (Learner(), "repeatability"),
     "dropout": (variant(mix=lambda self, x: F.dropout(x, 0.1, training=True)), "repeatability"),
-    "NaN": (variant(forward=lambda self, x: Tiny.forward(self, x) * torch.tensor(math.nan)), "finite"),
+    "NaN": (
+        variant(forward=lambda self, x: Tiny.forward(self, x) * torch.tensor(math.nan)),
+        "finite",
+    ),
     "one NaN": (
-        variant(forward=lambda self, x: Tiny.forward(self, x).index_fill(1, torch.tensor([5]), math.nan)),
+        variant(
+            forward=lambda self, x: Tiny.forward(self, x).index_fill(1, torch.tensor([5]), math.nan)
+        ),
         "finite",
     ),
     "infinite": (variant(forward=lambda self, x: Tiny.forward(self, x) + math.inf), "finite"),
     "short vocabulary": (variant(forward=lambda self, x: Tiny.forward(self, x)[..., :-1]), "shape"),
     "short row": (variant(forward=lambda self, x: Tiny.forward(self, x)[:, :-1]), "shape"),
-    "two dimensions": (variant(forward=lambda self, x: Tiny.forward(self, x).flatten(0, 1)), "shape"),
+    "two dimensions": (
+        variant(forward=lambda self, x: Tiny.forward(self, x).flatten(0, 1)),
+        "shape",
+    ),
     "a tuple": (variant(forward=lambda self, x: (Tiny.forward(self, x), None)), "shape"),
     "a scalar": (variant(forward=lambda self, x: torch.zeros(())), "shape"),
 }
@@ -320,7 +361,8 @@ def test_what_cannot_be_trusted_is_refused(name, rows):
 
 
 @pytest.mark.parametrize(
-    "name", ["roll(-1)", "wrapping roll(+1)", "block means of keys and values", "unmasked attention"]
+    "name",
+    ["roll(-1)", "wrapping roll(+1)", "block means of keys and values", "unmasked attention"],
 )
 @pytest.mark.parametrize("batch_size", [1, 32])
 def test_leaks_are_seen_whatever_the_batch_size_and_the_cut(name, rows, batch_size):
@@ -336,6 +378,45 @@ def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift):
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="edges: "):
             prepare.score(model, *rows, 32, rng=rng)
+
+
+def looking_ahead(leaking):
+    """A model that has learnt to use a leak: positions where `leaking` [T] is true see the next token."""
+
+    def forward(self, idx):
+        logits = Tiny.forward(self, idx)
+        seen = F.one_hot(idx.roll(-1, 1), V).float()
+        seen[:, -1] = 0
+        return logits + 4 * seen * leaking[:, None]
+
+    return variant(forward=forward)
+
+
+POSITION = torch.arange(T)
+LEAKS = {f"prefix of {n}": POSITION < n - 1 for n in (4, 8, 16, 32)}
+LEAKS |= {f"last of each {n}": POSITION % n == n - 1 for n in (8, 12, 16, 24, 32)}
+LEAKS |= {f"last {n}": POSITION >= T - n for n in (4, 8, 16)}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_bound_to_positions_is_seen_in_every_draw(rows, name):
+    model = looking_ahead(LEAKS[name])
+    for rng in range(20):
+        with pytest.raises(prepare.IntegrityError, match="causality|edges"):
+            prepare.score(model, *rows, 32, rng=rng)
+
+
+def test_cuts_cover_the_whole_row():
+    losses = np.full((32, 512), 3.0, dtype=np.float32)
+    losses[:, [77, 300]] = 0.5
+    cuts = np.concatenate(
+        [prepare.draw_cuts(losses, 16, np.random.default_rng(i)) for i in range(50)]
+    )
+    assert cuts.min() >= 1 and cuts.max() <= 511
+    front, end, chunks, behind = np.split(cuts.reshape(50, 16), 4, axis=1)
+    assert (front < 32).mean() > 0.4 and (end > 512 - 32).mean() > 0.4  # ln 32 / ln 512 is 0.56
+    assert not (chunks % 16).any() and {16, 32, 64, 128, 256} <= set(chunks.flat)
+    assert {78, 301} <= set(behind[0]) and (behind == behind[0]).all()
 
 
 # ---- The run as a whole: evaluate_bpb, clock, loader, report ---------------------------------------------------------
@@ -355,7 +436,9 @@ def whole(cache):
     return Whole(prepare.Tokenizer.from_directory().get_vocab_size())
 
 
-def test_evaluation_stops_the_clock_and_reports_once(cache, fresh_run, whole, capsys, tmp_path, monkeypatch):
+def test_evaluation_stops_the_clock_and_reports_once(
+    cache, fresh_run, whole, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(prepare, "RUNS", tmp_path)
     monkeypatch.setitem(sys.modules, "__main__", train)
     next(prepare.make_dataloader(None, 4, 64))
@@ -377,7 +460,12 @@ def refused(capsys, model, words):
     with pytest.raises(SystemExit) as stop:
         prepare.evaluate_bpb(model, None, 32)
     out = capsys.readouterr().out
-    assert stop.value.code == 3 and "val_bpb: nan" in out and 'integrity: "FAIL ' in out and words in out
+    assert (
+        stop.value.code == 3
+        and "val_bpb: nan" in out
+        and 'integrity: "FAIL ' in out
+        and words in out
+    )
 
 
 def test_a_loader_of_ones_own_is_refused(cache, fresh_run, whole, capsys):
@@ -397,7 +485,11 @@ def test_altered_validation_files_are_refused(cache, fresh_run, whole, capsys, n
     content = path.read_bytes()
     next(prepare.make_dataloader(None, 4, 64))
     try:
-        path.write_bytes(content[:-1026] if change == "cut" else content[:7] + bytes([content[7] ^ 1]) + content[8:])
+        path.write_bytes(
+            content[:-1026]
+            if change == "cut"
+            else content[:7] + bytes([content[7] ^ 1]) + content[8:]
+        )
         refused(capsys, whole, f"data: {path.name}")
     finally:
         path.write_bytes(content)
@@ -429,7 +521,9 @@ def test_overtime_is_flagged_wherever_it_was_spent(fresh_run, seconds, flagged):
     """Training between timed regions, or after the last one: all of it lies between the first batch and evaluation."""
     fresh_run.served.append((100.0, 1))
     fresh_run.imported, fresh_run.stopped = 90.0, 100.0 + seconds
-    assert prepare.flags(1).startswith("overtime: ") == flagged and (flagged or prepare.flags(1) == "ok")
+    assert prepare.flags(1).startswith("overtime: ") == flagged and (
+        flagged or prepare.flags(1) == "ok"
+    )
 
 
 @pytest.mark.parametrize(("seconds", "flagged"), [(299.0, False), (301.0, True)])
@@ -449,7 +543,10 @@ def test_the_metric_cannot_be_passed_another_table(cache, fresh_run, whole):
 
 
 # ---- Known misses: no check inside the process is complete -----------------------------------------------------------
-@pytest.mark.xfail(strict=True, reason="start-up compiles, which takes long as well; startup_seconds is in the report")
+@pytest.mark.xfail(
+    strict=True,
+    reason="start-up compiles, which takes long as well; startup_seconds is in the report",
+)
 def test_miss_a_short_training_before_the_first_batch(fresh_run):
     fresh_run.imported = prepare._now() - 100
     fresh_run.served.append((prepare._now(), 1))
@@ -479,7 +576,8 @@ def with_table(rows):
 
 
 @pytest.mark.xfail(
-    strict=True, reason="code in the process can read anything; --verify and a second reader are for that"
+    strict=True,
+    reason="code in the process can read anything; --verify and a second reader are for that",
 )
 def test_miss_targets_from_the_stack(rows):
     with pytest.raises(prepare.IntegrityError):
@@ -495,7 +593,8 @@ def test_miss_a_patched_tensor_method(rows, monkeypatch):
 
 
 @pytest.mark.xfail(
-    strict=True, reason="a table of the validation rows is causal and isolated; only a reader of the code sees it"
+    strict=True,
+    reason="a table of the validation rows is causal and isolated; only a reader of the code sees it",
 )
 def test_miss_a_table_of_the_validation_rows(rows):
     with pytest.raises(prepare.IntegrityError):
@@ -524,7 +623,9 @@ def test_verify_passes_what_is_untouched(cache, checkout, monkeypatch, capsys):
     assert code == 0 and re.fullmatch(r"verified: \d+ files, prepare.py\n", output.out), output
 
 
-def test_verify_does_not_vouch_for_a_ruler_that_nothing_tells_the_commit_of(cache, checkout, monkeypatch, capsys):
+def test_verify_does_not_vouch_for_a_ruler_that_nothing_tells_the_commit_of(
+    cache, checkout, monkeypatch, capsys
+):
     (checkout / "env").symlink_to(shutil.which("env"))
     monkeypatch.setenv("PATH", str(checkout))  # no git
     code, output = verify(monkeypatch, capsys, checkout)
@@ -544,7 +645,9 @@ def test_verify_finds_what_could_carry_state(cache, checkout, monkeypatch, capsy
     assert code == 3 and "weights.bin could carry state" in output.out
 
 
-@pytest.mark.parametrize("name", ["val/rows.bin", "tokens/shard_00000.bin", "tokens/shard_00001.npy"])
+@pytest.mark.parametrize(
+    "name", ["val/rows.bin", "tokens/shard_00000.bin", "tokens/shard_00001.npy"]
+)
 def test_verify_finds_a_changed_byte(cache, checkout, monkeypatch, capsys, name):
     path = prepare.ROOT / name
     content = path.read_bytes()
@@ -563,7 +666,9 @@ def test_verify_finds_tokens_that_are_not_the_text(cache, corpus, checkout, monk
     try:
         path.write_bytes(content[:20] + content[22:24] + content[20:22] + content[24:])
         manifest.write_text(
-            saved.replace(prepare.load_manifest()["files"]["tokens/shard_00000.bin"][1], prepare.sha256(path))
+            saved.replace(
+                prepare.load_manifest()["files"]["tokens/shard_00000.bin"][1], prepare.sha256(path)
+            )
         )
         code, output = verify(monkeypatch, capsys, checkout)
     finally:
