@@ -382,7 +382,10 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
             batch = torch.from_numpy(np.stack(list(itertools.islice(rows, B))).astype(np.int64))
             batch = (batch.pin_memory() if device == "cuda" else batch).to(device, non_blocking=True)  # kept while read
             _run.served.append((_now(), B * T))
-            yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), epoch[0]
+            # clone, not contiguous, which copies nothing of a single row: a change of one would be one of the other
+            inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
+            targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
+            yield inputs, targets, epoch[0]
 
     return batches()
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import rustbpe
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,6 +138,14 @@ def test_batches_are_shifted_fresh_and_begin_with_bos(cache, fresh_run):
     assert (x[:, 0] == tokenizer.get_bos_token_id()).all()
     y.zero_(), next(loader)
     assert (x == kept).all()
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_inputs_and_targets_never_share_memory(cache, fresh_run, B):
+    x, y, _ = next(prepare.make_dataloader(None, B, 64))
+    before = y.clone()
+    x.fill_(0)
+    assert torch.equal(y, before) and x.is_contiguous() and y.is_contiguous()
 
 
 def test_the_loader_goes_round(cache, fresh_run):
