@@ -49,16 +49,27 @@ def by_profile(*, full, small):
     return full if PROFILE == "full" else small
 
 
+def environment_number(name, default, kind, low, high):
+    """The variable as a number of `kind` with low <= number < high; ends the process for any other."""
+    text = os.environ.get(name) or default
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not low <= number < high:
+        what = "a whole number" if kind is int else "a number of seconds"
+        stop(f"{name} is {what} from {low:g} to below {high:g}, not {text!r}; change or unset it.")
+    return number
+
+
 GPU_PRESENT = any(map(os.path.exists, ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")))  # torch would take seconds
 GPU_PRESENT &= os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or ("full" if GPU_PRESENT else "small")
-try:
-    TIME_BUDGET, SEED = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300), int(os.environ.get("SEED") or 42)
-    WALL_LIMIT = float(os.environ.get("AUTORESEARCH_WALL_LIMIT") or 0)  # seconds until a run is ended; 0: never
-    assert 0 < TIME_BUDGET < float("inf") and 0 <= WALL_LIMIT < float("inf") and 0 <= SEED < 2**63, "too low or high"
-    assert PROFILE in ("full", "small"), f"AUTORESEARCH_PROFILE is full or small, not {PROFILE!r}"
-except (ValueError, AssertionError) as error:
-    stop(f"AUTORESEARCH_TIME_BUDGET and AUTORESEARCH_WALL_LIMIT take seconds, SEED a whole number; {error}.")
+if PROFILE not in ("full", "small"):
+    stop(f"AUTORESEARCH_PROFILE is full or small, not {PROFILE!r}; change or unset it.")
+TIME_BUDGET = environment_number("AUTORESEARCH_TIME_BUDGET", 300, float, 0.001, 1e9)  # seconds
+WALL_LIMIT = environment_number("AUTORESEARCH_WALL_LIMIT", 0, float, 0, 1e9)  # seconds until a run is ended; 0: never
+SEED = environment_number("SEED", 42, int, 0, 2**63)
 
 MAX_SEQ_LEN = by_profile(full=2048, small=512)  # tokens a row
 EVAL_TOKENS = by_profile(full=40 * 524288, small=2**18)  # validation tokens scored

@@ -408,6 +408,12 @@ def test_a_bad_environment_gets_one_sentence(name, value):
     assert done.returncode == 2 and name in done.stderr and done.stderr.count("\n") == 1, done.output
 
 
+def test_settings_are_checked_without_asserts():
+    """Under `python -O`, which drops them."""
+    done = run_script("-O", ROOT / "prepare.py", AUTORESEARCH_TIME_BUDGET="nan")
+    assert done.returncode == 2 and "AUTORESEARCH_TIME_BUDGET" in done.stderr, done.output
+
+
 def test_an_unusable_cache_gets_one_sentence(tmp_path, corpus):
     (tmp_path / "file").write_text("in the way")
     done = run_script(ROOT / "prepare.py", "--data-dir", corpus, AUTORESEARCH_CACHE=tmp_path / "file")
