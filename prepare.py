@@ -351,13 +351,24 @@ def elapsed():
 
 
 def gpu_processes():
-    """Ids of the processes that compute on the GPU in use, in time this one too; none where the driver names none."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi counts
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "none"
-    query = ("nvidia-smi", f"--id={gpu}", "--query-compute-apps=pid", "--format=csv,noheader")
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return [*filter(str.isdigit, subprocess.check_output(query, stderr=subprocess.DEVNULL, text=True).split())]
-    return []
+    """Ids of the processes besides this one that compute on the GPU in use, as far as the driver tells. Of its list
+    exactly one entry is this process, in a container under another id."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    torch.zeros(1, device="cuda")  # only with a tensor on the card does the driver surely list this process
+    torch.cuda.synchronize()
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid  # nvidia-smi counts devices its own way
+    query = ("nvidia-smi", f"--id=GPU-{uuid}", "--query-compute-apps=pid", "--format=csv,noheader")
+    try:
+        output = subprocess.check_output(query, stderr=subprocess.DEVNULL, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    listed = [word for word in output.split() if word.isdigit()]
+    if len(listed) < 2:
+        return []
+    return [process for process in listed if process != str(os.getpid())]
 
 
 def check_cache(run=True):
@@ -370,7 +381,8 @@ def check_cache(run=True):
     if run and not _run.code:  # the code may change during the run
         _run.code, _run.beside = (commit(), sha256(sys.modules["__main__"].__file__)), gpu_processes()
         if _run.beside and os.environ.get("AUTORESEARCH_SHARED_GPU") != "1":
-            stop(f"process {_run.beside[0]} is on this GPU; let it end, use another or set AUTORESEARCH_SHARED_GPU=1.")
+            stop(f"another process computes on this GPU (nvidia-smi names {', '.join(_run.beside)}); let it end, take "
+                 "another GPU by CUDA_VISIBLE_DEVICES, or set AUTORESEARCH_SHARED_GPU=1.")  # fmt: skip
     return manifest
 
 
@@ -551,7 +563,7 @@ def flags(total_tokens):
     first, second = [sum(n for _, n in half[:-1]) / (half[-1][0] - half[0][0]) for half in halves] or (1, 1)
     checks = {
         f"startup: {(late := _run.served[0][0] - _run.imported):.0f} s, over {STARTUP_LIMIT}": late > STARTUP_LIMIT,
-        "shared: another process computed on this GPU": _run.beside or len(gpu_processes()) > 1,
+        "shared: another process computed on this GPU": _run.beside or gpu_processes(),
         f"overtime: {elapsed():.1f} of {TIME_BUDGET:g} s": elapsed() > 1.02 * TIME_BUDGET + 2,
         f"loader: {total_tokens} tokens trained on, {served} served": total_tokens > served,
         f"unsteady: {first:.0f} tokens/s, then {second:.0f}": abs(second / first - 1) > 0.10,

@@ -35,7 +35,6 @@ SCENARIOS = {
     "smuggled": lambda folder: smuggled(folder),
     "overhead": lambda folder: overhead.stages(1, folder / "runs", None, edited(folder)),
     "elsewhere": lambda folder: elsewhere(folder),
-    "company": lambda folder: company(folder),
     "wall limit": lambda folder: train(edited(folder), seconds=60, AUTORESEARCH_WALL_LIMIT=3),
     "terminal": lambda folder: at_a_terminal(folder),
     "SIGTERM": lambda folder: terminated(folder),
@@ -83,15 +82,6 @@ def elsewhere(folder):
     for path in before:
         path.chmod(0o755)
     return done
-
-
-def company(folder):
-    """Two runs beside process 4711, as nvidia-smi tells: one that nobody allowed, one that somebody did."""
-    script, tool = edited(folder), folder / "nvidia-smi"
-    tool.write_text('#!/bin/sh\n[ "$*" = "--id=-1 --query-compute-apps=pid --format=csv,noheader" ] && echo 4711\n')
-    tool.chmod(0o755)
-    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "-1"}
-    return [train(script, **environment, AUTORESEARCH_SHARED_GPU=allowed) for allowed in (0, 1)]
 
 
 def at_a_terminal(folder):
@@ -211,16 +201,6 @@ def test_a_run_without_git_on_a_read_only_cache_writes_to_its_runs_folder_alone(
     assert done.returncode == 0 and done.untouched, done.output
     [record] = done.records
     assert record["commit"] == "abc1234" and f"places: {done.runs} {done.runs}/inductor\n" in done.stdout
-
-
-def test_a_gpu_on_which_another_process_computes_is_refused_or_flagged(outcomes):
-    refused, shared = outcomes["company"]
-    assert (
-        refused.returncode == 2
-        and refused.stderr.startswith("error: process 4711 is on this GPU")
-        and not refused.records
-    )
-    assert shared.returncode == 0 and "shared: another process" in shared.records[0]["integrity"], shared.output
 
 
 def test_a_wall_limit_ends_a_run_without_a_score(outcomes):

@@ -5,6 +5,7 @@ All on made-up rows of 64 tokens with small random models; the probes need no tr
 
 import copy
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -392,10 +393,10 @@ def looking_ahead(leaking):
     return variant(forward=forward)
 
 
-POSITION = torch.arange(T)
-LEAKS = {f"prefix of {n}": POSITION < n - 1 for n in (4, 8, 16, 32)}
-LEAKS |= {f"last of each {n}": POSITION % n == n - 1 for n in (8, 12, 16, 24, 32)}
-LEAKS |= {f"last {n}": POSITION >= T - n for n in (4, 8, 16)}
+positions = torch.arange(T)
+LEAKS = {f"prefix of {n}": positions < n - 1 for n in (4, 8, 16, 32)}
+LEAKS |= {f"last of each {n}": positions % n == n - 1 for n in (8, 12, 16, 24, 32)}
+LEAKS |= {f"last {n}": positions >= T - n for n in (4, 8, 16)}
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -505,13 +506,65 @@ def test_unsteady_throughput_is_flagged(fresh_run, halves):
     assert ("unsteady" in prepare.flags(0)) == (halves[0] != halves[1])
 
 
-@pytest.mark.parametrize(("found", "flagged"), [([], False), (["7"], False), (["7", "8"], True)])
-def test_another_process_that_came_later_is_flagged(fresh_run, monkeypatch, found, flagged):
-    """At the end one process is this run, under whatever id it has outside its container."""
-    fresh_run.served.append((100.0, 1))
-    fresh_run.imported, fresh_run.stopped = 90.0, 101.0
-    monkeypatch.setattr(prepare, "gpu_processes", lambda: found)
-    assert prepare.flags(1).startswith("shared: ") == flagged
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A CUDA device as torch shows it and an nvidia-smi that lists what the test writes, once this
+    process has put a tensor on the card."""
+    tensors = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: tensors.append(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: (tmp_path / "used").touch())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    properties = {1: type("properties", (), {"uuid": "f00d-1"})}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.get)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n"
+        f'[ -e "{tmp_path}/used" ] || exit 1\n'
+        '[ "$*" = "--id=GPU-f00d-1 --query-compute-apps=pid --format=csv,noheader" ] || exit 9\n'
+        f'cat "{tmp_path}/listed"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return lambda *ids: (tmp_path / "listed").write_text("".join(f"{i}\n" for i in ids))
+
+
+@pytest.mark.parametrize(
+    ("listed", "others"),
+    [
+        ([], []),  # a container that hides them all
+        (["me"], []),
+        ([4711], []),  # a container in which this process has another id
+        (["me", 7], ["7"]),
+        ([7, 8], ["7", "8"]),
+        (["[Insufficient Permissions]"], []),
+    ],
+)
+def test_a_gpu_on_which_only_this_process_computes_is_its_own(
+    cache, fresh_run, monkeypatch, capsys, gpu, listed, others
+):
+    monkeypatch.setitem(sys.modules, "__main__", train)
+    gpu(*(os.getpid() if i == "me" else i for i in listed))
+    assert prepare.gpu_processes() == others
+    if others:
+        with pytest.raises(SystemExit) as stop:
+            prepare.check_cache()
+        assert stop.value.code == 2 and f"names {', '.join(others)}" in capsys.readouterr().err
+    monkeypatch.setenv("AUTORESEARCH_SHARED_GPU", "1")
+    fresh_run.code = ()
+    prepare.check_cache()
+    fresh_run.served.append((prepare._now(), 1))
+    assert ("shared: another process" in prepare.flags(1)) == bool(others)
+
+
+def test_another_process_that_came_later_is_flagged(cache, fresh_run, monkeypatch, gpu):
+    monkeypatch.setitem(sys.modules, "__main__", train)
+    gpu(os.getpid())
+    prepare.check_cache()
+    fresh_run.served.append((prepare._now(), 1))
+    assert prepare.flags(1) == "ok"
+    gpu(os.getpid(), 4711)
+    assert prepare.flags(1).startswith("shared: ")
 
 
 @pytest.mark.parametrize(
