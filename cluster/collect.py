@@ -1,69 +1,143 @@
 """
-The table of a sweep: a row for every task, whatever became of it, and the mean over the seeds of each commit.
+The table of a sweep: a row for every task, whatever became of it, and then a row for every commit
+with the mean over its seeds.
 
     cluster/sweep.sh --collect FOLDER
 
-Called with FOLDER and what Slurm remembers, lines "TASK STATE". A task's state is told by the exit code that
-slurm.sbatch left (130 and 143 are signals: cancelled, or out of time; 142 is AUTORESEARCH_WALL_LIMIT). Where it left
-none, Slurm tells; where Slurm has forgotten, a task without a log was cancelled before it began, one with a log killed.
+sweep.sh calls this file with FOLDER and with what Slurm remembers: lines "TASK STATE".
 """
 
 import json
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
-SUMMARY = "commit device attention torch budget data finished flagged mean std".split()
-# Of an exit code; any other has failed.
-STATES = {"0": "completed", "130": "cancelled", "142": "timeout", "143": "cancelled"}
+TASK_COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
+COMMIT_COLUMNS = "commit device attention torch budget data finished flagged mean std".split()
+
+# What an exit code of train.py means. Any other code has failed.
+STATES = {
+    "0": "completed",
+    "130": "cancelled",  # SIGINT
+    "143": "cancelled",  # SIGTERM: from scancel, or a minute before the time limit
+}
 
 
-def read_task(folder, task, commit, seed, known):
-    """(row of the table, record of the run or None)"""
-    exit_file = folder / "status" / f"{task}.exit"
-    code = exit_file.read_text().strip() if exit_file.exists() else "-"
-    if code != "-":
-        state = STATES.get(code, "failed")
-    elif known and known != "FAILED":
-        state = known.lower()
-    else:
-        state = "killed" if known or (folder / "log" / f"{task}.log").exists() else "cancelled"
-    record = next((json.loads(path.read_text()) for path in (folder / "runs" / task).glob("*.json")), None)
-    shown = ["-"] * 5
-    if record:
-        shown = [f"{record['val_bpb']:.6f}", record["num_steps"], f"{record['tokens_per_second']:.0f}"]
-        shown += [record["device"], record["integrity"]]
-    return [task, commit, seed, state, code, *shown], record if state == "completed" else None
+@dataclass
+class Task:
+    number: str
+    commit: str
+    seed: str
+    exit_code: str | None  # None: slurm.sbatch left none
+    state: str
+    record: dict | None  # what the run wrote; None: nothing
 
 
-def summarise(records):
-    """A row a commit, and another one where and on what it ran differs: such runs are not compared."""
+def find_state(exit_code, slurm_state, has_log):
+    """What became of a task. The exit code tells, where slurm.sbatch left one; otherwise Slurm."""
+    if exit_code is not None:
+        return STATES.get(exit_code, "failed")
+    if slurm_state == "FAILED":
+        return "killed"  # before slurm.sbatch could write the exit code down
+    if slurm_state is not None:
+        return slurm_state.lower()
+    # Slurm has forgotten the task.
+    if has_log:
+        return "killed"
+    return "cancelled"  # before it began
+
+
+def read_task(folder, number, commit, seed, slurm_state):
+    exit_file = folder / "status" / f"{number}.exit"
+    exit_code = exit_file.read_text().strip() if exit_file.exists() else None
+    has_log = (folder / "log" / f"{number}.log").exists()
+    record_files = list((folder / "runs" / number).glob("*.json"))
+    return Task(
+        number=number,
+        commit=commit,
+        seed=seed,
+        exit_code=exit_code,
+        state=find_state(exit_code, slurm_state, has_log),
+        record=json.loads(record_files[0].read_text()) if record_files else None,
+    )
+
+
+def read_tasks(folder, slurm_states):
+    tasks = []
+    for line in (folder / "tasks.tsv").read_text().splitlines():
+        number, commit, seed = line.split("\t")
+        tasks.append(read_task(folder, number, commit, seed, slurm_states.get(number)))
+    return tasks
+
+
+def task_row(task):
+    row = dict.fromkeys(TASK_COLUMNS, "-")
+    row["task"] = task.number
+    row["commit"] = task.commit
+    row["seed"] = task.seed
+    row["state"] = task.state
+    if task.exit_code is not None:
+        row["exit"] = task.exit_code
+    if task.record is not None:
+        row["val_bpb"] = f"{task.record['val_bpb']:.6f}"
+        row["steps"] = task.record["num_steps"]
+        row["tokens/s"] = f"{task.record['tokens_per_second']:.0f}"
+        row["device"] = task.record["device"]
+        row["integrity"] = task.record["integrity"]
+    return row
+
+
+def conditions(task):
+    """What must agree before two scores may be averaged."""
+    return {
+        "commit": task.commit,
+        "device": task.record["device"],
+        "attention": task.record["attention"],
+        "torch": task.record["torch"],
+        "budget": f"{task.record['time_budget']:g} s",
+        "data": task.record["data"],
+    }
+
+
+def commit_row(group):
+    """The row of some tasks whose conditions agree."""
+    scores = [task.record["val_bpb"] for task in group]
+    flagged = [task for task in group if task.record["integrity"] != "ok"]
+    row = conditions(group[0])
+    row["finished"] = len(group)
+    row["flagged"] = len(flagged)
+    row["mean"] = f"{statistics.mean(scores):.6f}"
+    row["std"] = f"{statistics.stdev(scores):.6f}" if len(scores) > 1 else "-"
+    return row
+
+
+def commit_rows(tasks):
     groups = {}
-    for commit, record in records:
-        where = record["device"], record["attention"], record["torch"]
-        key = commit, *where, f"{record['time_budget']:g} s", record["data"]
-        groups.setdefault(key, []).append(record)
-    for key, group in groups.items():
-        scores = [record["val_bpb"] for record in group]
-        flagged = sum(record["integrity"] != "ok" for record in group)
-        std = f"{statistics.stdev(scores):.6f}" if len(scores) > 1 else "-"
-        yield [*key, len(scores), flagged, f"{statistics.mean(scores):.6f}", std]
+    for task in tasks:
+        if task.state == "completed" and task.record is not None:
+            key = tuple(conditions(task).values())
+            groups.setdefault(key, []).append(task)
+    return [commit_row(group) for group in groups.values()]
 
 
-def show(rows):
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+def show(columns, rows):
+    lines = [columns]
     for row in rows:
-        print("  ".join(f"{cell!s:{width}}" for cell, width in zip(row, widths)).rstrip())
+        lines.append([str(row[column]) for column in columns])
+    widths = [max(len(cell) for cell in column) for column in zip(*lines)]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
+        print("  ".join(cells).rstrip())
 
 
 def main():
-    folder, known = Path(sys.argv[1]), dict(line.split() for line in sys.argv[2].splitlines())
-    tasks = [line.split("\t") for line in (folder / "tasks.tsv").read_text().splitlines()]
-    found = [read_task(folder, *task, known.get(task[0])) for task in tasks]
-    show([COLUMNS, *(row for row, _ in found)])
+    folder = Path(sys.argv[1])
+    slurm_states = dict(line.split() for line in sys.argv[2].splitlines())
+    tasks = read_tasks(folder, slurm_states)
+    show(TASK_COLUMNS, [task_row(task) for task in tasks])
     print()
-    show([SUMMARY, *summarise([(row[1], record) for row, record in found if record])])
+    show(COMMIT_COLUMNS, commit_rows(tasks))
 
 
 if __name__ == "__main__":

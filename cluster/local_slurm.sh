@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # A real Slurm of one node with two CPUs, for the tests: no systemd, no cgroups, nothing in /etc.
 #
-#   apt-get update && apt-get install -y slurm-wlm munge     the packages it needs, Debian's
-#   cluster/local_slurm.sh start DIR                         as root; then: export SLURM_CONF=DIR/slurm.conf
-#   cluster/local_slurm.sh stop DIR                          cancels what runs and ends the daemons that start recorded
+#   apt-get update && apt-get install -y slurm-wlm munge    the packages that it needs (Debian)
+#   cluster/local_slurm.sh start DIR                        start the daemons, as root
+#   export SLURM_CONF=DIR/slurm.conf                        what sbatch and the others need to know
+#   cluster/local_slurm.sh stop DIR                         cancel what runs, and end the daemons
 #
-# DIR holds configuration, key, socket, state, logs and process ids. Keep its path short: the socket's has 107 bytes.
+# DIR holds configuration, key, socket, state, logs and process ids. Keep its path short: the path
+# of a socket has at most 107 bytes.
 set -euo pipefail
 PATH=$PATH:/usr/sbin
 
@@ -14,7 +16,8 @@ die() {
     exit 2
 }
 
-launch() { # NAME COMMAND...: in the background, with a log and a recorded id
+# Start a daemon in the background, with a log, and write its process id down.
+launch() { # NAME COMMAND...
     local name=$1
     shift
     setsid "$@" >"$dir/$name.out" 2>&1 </dev/null &
@@ -25,25 +28,30 @@ until_true() { # SECONDS COMMAND...
     local deadline=$((SECONDS + $1))
     shift
     until "$@" >/dev/null 2>&1; do
-        [[ $SECONDS -lt $deadline ]] || return 1
+        if [[ $SECONDS -ge $deadline ]]; then
+            return 1
+        fi
         sleep 0.2
     done
 }
 
-start() {
-    local port=$((20000 + RANDOM % 10000)) host plugin
+idle() {
+    [[ $(sinfo --noheader --format=%T) == idle ]]
+}
+
+no_jobs() {
+    [[ -z $(squeue --noheader) ]]
+}
+
+# True too of a zombie, which stays where nothing reaps orphans: its command is empty.
+gone() { # PID
+    ! grep -q . "/proc/$1/cmdline"
+}
+
+write_configuration() {
+    local host
     host=$(hostname -s)
-    for program in munged slurmctld slurmd; do
-        command -v "$program" >/dev/null || die "there is no $program; run 'apt-get install slurm-wlm munge'."
-    done
-    [[ $EUID -eq 0 ]] || die "slurmd starts jobs as their users; run this as root."
-    mkdir -p "$dir"/{state,spool}
-    [[ ! -e $dir/slurmd.pid ]] || die "$dir is in use; stop it, or choose another folder."
-    chmod 755 "$dir"
-    (umask 077 && head -c 1024 /dev/urandom >"$dir/munge.key")
-    # slurmd loads a cgroup plugin even where nothing uses one: Slurm 22's v1 then does nothing, later ones do without.
-    [[ $(slurmd -V) == *" 22."* ]] && plugin=cgroup/v1 || plugin=disabled
-    echo "CgroupPlugin=$plugin" >"$dir/cgroup.conf"
+    local port=$((20000 + RANDOM % 10000))
     cat >"$dir/slurm.conf" <<CONF
 ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
@@ -70,33 +78,61 @@ KillWait=15
 NodeName=$host NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
 PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
-    export SLURM_CONF=$dir/slurm.conf
+
+    # slurmd loads a cgroup plugin even where nothing uses one. That of Slurm 22 can only be v1,
+    # which then does nothing; later ones can be told to do without.
+    local plugin=disabled
+    if [[ $(slurmd -V) == *" 22."* ]]; then
+        plugin=cgroup/v1
+    fi
+    echo "CgroupPlugin=$plugin" >"$dir/cgroup.conf"
+}
+
+start() {
+    local program
+    for program in munged slurmctld slurmd; do
+        command -v "$program" >/dev/null ||
+            die "there is no $program; run 'apt-get install slurm-wlm munge'."
+    done
+    [[ $EUID -eq 0 ]] || die "slurmd starts jobs as their users; run this as root."
+    [[ ! -e $dir/slurmd.pid ]] || die "$dir is in use; stop it, or choose another folder."
+
+    mkdir -p "$dir/state" "$dir/spool"
+    chmod 755 "$dir"
+    (
+        umask 077
+        head -c 1024 /dev/urandom >"$dir/munge.key"
+    )
+    write_configuration
+
     # --force: munged distrusts a folder below one that all may write to, such as /tmp.
-    launch munged munged --foreground --force --key-file="$dir/munge.key" --socket="$dir/munge.socket" \
-        --pid-file="$dir/munged.own.pid" --seed-file="$dir/munged.seed" --log-file="$dir/munged.log"
+    launch munged munged --foreground --force \
+        --key-file="$dir/munge.key" \
+        --socket="$dir/munge.socket" \
+        --pid-file="$dir/munged.own.pid" \
+        --seed-file="$dir/munged.seed" \
+        --log-file="$dir/munged.log"
     until_true 10 test -S "$dir/munge.socket" || die "munged did not start; see $dir/munged.out."
     launch slurmctld slurmctld -D -f "$SLURM_CONF"
     launch slurmd slurmd -D -f "$SLURM_CONF"
-    until_true 30 idle || { stop && die "the node is not idle after 30 s; see slurmctld.log and slurmd.log in $dir."; }
+    if ! until_true 30 idle; then
+        stop
+        die "the node is not idle after 30 s; see slurmctld.log and slurmd.log in $dir."
+    fi
     echo "ready: export SLURM_CONF=$SLURM_CONF"
 }
 
-idle() {
-    [[ $(sinfo -h -o %T) == idle ]]
-}
-
-no_jobs() {
-    [[ -z $(squeue -h) ]]
-}
-
 stop() {
-    local name pid
-    export SLURM_CONF=$dir/slurm.conf
     scancel --user=root 2>/dev/null || true
     until_true 30 no_jobs || true
+    local name pid
     for name in slurmd slurmctld munged; do
-        pid=$(cat "$dir/$name.pid" 2>/dev/null) || continue
-        # An id may have gone to another process meanwhile: only one whose command names this folder is ended.
+        if [[ ! -e $dir/$name.pid ]]; then
+            continue
+        fi
+        pid=$(cat "$dir/$name.pid")
+        # The id may have gone to another process since. Only one whose command names this folder
+        # is ended.
         if tr '\0' '\n' 2>/dev/null <"/proc/$pid/cmdline" | grep -qF "$dir/"; then
             kill "$pid"
             until_true 20 gone "$pid" || die "$name, process $pid, does not end; try kill -9 $pid."
@@ -105,10 +141,11 @@ stop() {
     done
 }
 
-gone() { # or a zombie, where nothing reaps orphans
-    ! grep -q . "/proc/$1/cmdline"
-}
-
-[[ $# -eq 2 && ($1 == start || $1 == stop) ]] || die "usage: $0 start|stop DIR"
+[[ $# -eq 2 ]] || die "usage: $0 start|stop DIR"
 dir=$(realpath -m -- "$2")
-"$1"
+export SLURM_CONF=$dir/slurm.conf
+case $1 in
+    start) start ;;
+    stop) stop ;;
+    *) die "usage: $0 start|stop DIR" ;;
+esac

@@ -1,4 +1,4 @@
-"""cluster/: the scripts by themselves, and, marked, a sweep on a real Slurm of one node that this starts and stops."""
+"""cluster/: each script by itself, and a sweep on a real Slurm of one node (marked `cluster`)."""
 
 import json
 import os
@@ -9,55 +9,111 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.common import ROOT, edited, substitute
+
 import pytest
 import yaml
-from conftest import ROOT
-from test_end_to_end import edited
 
 CLUSTER = ROOT / "cluster"
 COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
-RECORD = {"num_steps": 100, "tokens_per_second": 1234.5, "device": "cpu", "time_budget": 20.0, "data": "abc"}
-RECORD |= {"attention": "blocks", "torch": "2.15.0"}
+
+# The part of a run's record that the table shows or compares by.
+RECORD = {
+    "num_steps": 100,
+    "tokens_per_second": 1234.5,
+    "device": "cpu",
+    "attention": "blocks",
+    "torch": "2.15.0",
+    "time_budget": 20.0,
+    "data": "abc",
+}
+
+# Prints what a task sets up, one thing per line, and exits with its seed. With seed 60 it sleeps
+# until a signal comes, and takes a moment to end.
+FAKE_TRAIN = """
+import os
+import signal
+import sys
+import time
+
+
+def end(number, frame):
+    time.sleep(0.5)
+    print("ended in its folder:", os.path.isdir(os.environ["TMPDIR"]), flush=True)
+    sys.exit(143)
+
+
+signal.signal(signal.SIGTERM, end)
+print(os.environ["SEED"])
+print(os.environ["AUTORESEARCH_COMMIT"])
+print(os.environ.get("OMP_NUM_THREADS"))
+print(os.environ.get("CUDA_VISIBLE_DEVICES"))
+print(os.environ.get("AUTORESEARCH_RUNS"))
+print(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+print(os.environ.get("TMPDIR"))
+print(os.getcwd(), flush=True)
+if os.environ["SEED"] == "60":
+    time.sleep(30)
+sys.exit(int(os.environ["SEED"]))
+"""
 
 
 def call(*command, cwd=None, **environment):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")} | environment
-    command = [str(part) for part in command]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+    """A finished command. A Slurm that these tests may themselves run in stays out of it."""
+    outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=outer | environment,
+        timeout=300,
+    )
 
 
 def git(folder, *arguments):
-    who = ("-c", "user.name=tests", "-c", "user.email=tests@example.com", "-c", "commit.gpgsign=false")
-    done = call("git", *who, "-C", folder, *arguments)
+    command = ["git", "-C", folder]
+    command += ["-c", "user.name=tests", "-c", "user.email=tests@example.com"]
+    command += ["-c", "commit.gpgsign=false"]
+    done = call(*command, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
+def write_program(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def parse_table(text):
+    """A dict for each row below the heading. A column begins where its name begins."""
+    heading, *lines = text.splitlines()
+    names = heading.split()
+    starts = []
+    for name in names:
+        starts.append(heading.index(name, starts[-1] + 1 if starts else 0))
+    ends = [*starts[1:], None]
+    rows = []
+    for line in lines:
+        cells = [line[start:end].strip() for start, end in zip(starts, ends)]
+        rows.append(dict(zip(names, cells)))
+    return rows
+
+
 def parse(output):
-    """(rows of the tasks, rows of the commits) of a collected table, columns as in its heading."""
-    tables = []
-    for text in output.split("\n\n"):
-        heading, *lines = text.splitlines()
-        starts = [i for i, c in enumerate(heading) if c != " " and (i == 0 or heading[i - 1] == " ")]
-        cuts = list(zip(starts, [*starts[1:], None]))
-        tables.append([{heading[a:b].strip(): line[a:b].strip() for a, b in cuts} for line in lines])
-    return tables
+    """The rows of the tasks, and the rows of the commits."""
+    tasks, commits = output.split("\n\n")
+    return parse_table(tasks), parse_table(commits)
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A repository with cluster/ and a train.py that exits with its seed, or sleeps until a signal where that is 60."""
+    """A repository with cluster/, an environment, and FAKE_TRAIN as its train.py."""
     repo = tmp_path / "a repo"
     shutil.copytree(CLUSTER, repo / "cluster")
     (repo / ".venv").symlink_to(sys.prefix)
-    (repo / "train.py").write_text(
-        "import os, pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        "names = 'SEED AUTORESEARCH_COMMIT OMP_NUM_THREADS CUDA_VISIBLE_DEVICES AUTORESEARCH_RUNS '\n"
-        "names = (names + 'TORCHINDUCTOR_CACHE_DIR TMPDIR').split()\n"
-        "print(*[os.environ[name] for name in names], pathlib.Path.cwd(), sep='\\n', flush=True)\n"
-        "time.sleep(30 * (os.environ['SEED'] == '60')), sys.exit(int(os.environ['SEED']))\n"
-    )
+    (repo / "train.py").write_text(FAKE_TRAIN)
     git(repo, "init", "-q")
     git(repo, "add", "train.py")
     git(repo, "commit", "-qm", "one")
@@ -66,23 +122,23 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def queue(tmp_path):
-    """An environment in which sbatch writes down how it was called and answers with a job id, and squeue knows none."""
-    (tmp_path / "bin").mkdir()
-    for name, text in {
-        "sbatch": f'printf "%s\\n" "$@" >"{tmp_path}/called"; echo "7;here"',
-        "squeue": 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1',
-    }.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    return {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    """The environment of a Slurm in which sbatch writes its arguments to the file `called` and
+    answers with a job id, and squeue has forgotten every job."""
+    programs = tmp_path / "bin"
+    write_program(programs / "sbatch", f'printf "%s\\n" "$@" >"{tmp_path}/called"; echo "7;here"')
+    forgotten = "slurm_load_jobs error: Invalid job id specified"
+    write_program(programs / "squeue", f'echo "{forgotten}" >&2; exit 1')
+    return {"PATH": f"{programs}:{os.environ['PATH']}"}
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "sweep.sh", "local_slurm.sh"])
 def test_scripts_are_bash(name):
     done = call("bash", "-n", CLUSTER / name)
-    assert done.returncode == 0 and not done.stderr
+    assert done.returncode == 0
+    assert not done.stderr
 
 
+# ---- Submitting ----
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
@@ -95,113 +151,235 @@ def test_scripts_are_bash(name):
         ("sweep.sh", ["--collect"], "takes one folder"),
         ("sweep.sh", ["--collect", "F"], "F holds no tasks.tsv"),
         ("sweep.sh", ["--wait", "F"], "F holds no tasks.tsv"),
+        ("local_slurm.sh", ["start"], "start|stop DIR"),
         ("local_slurm.sh", ["begin", "F"], "start|stop DIR"),
     ],
 )
 def test_usage_errors_are_one_sentence(script, arguments, message, checkout, tmp_path):
     done = call(checkout / "cluster" / script, *arguments, cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout and not (tmp_path / "F").exists()
-    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert not done.stdout
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "F").exists()
 
 
 def test_submitting_writes_down_every_commit_with_every_seed(checkout, queue, tmp_path):
-    commit, folder = git(checkout, "rev-parse", "--short", "HEAD"), tmp_path / "100 %a"
-    command = (checkout / "cluster/sweep.sh", "-j", "2", folder, "HEAD", commit, "--", "42", "43", "--", "--gres=gpu:1")
-    done = call(*command, **queue)
+    script = checkout / "cluster/sweep.sh"
+    folder = tmp_path / "100 %a"  # %a stands for a task's number in what sbatch is given
+    commit = git(checkout, "rev-parse", "--short", "HEAD")
+    tasks = ["HEAD", commit, "--", "42", "43", "--", "--gres=gpu:1"]
+
+    done = call(script, "-j", "2", folder, *tasks, **queue)
     assert done.returncode == 0, done.stderr
-    assert "job 7: 4 tasks" in done.stdout and (folder / "job").read_text() == "7\n"
-    assert (folder / "tasks.tsv").read_text() == "".join(f"{i}\t{commit}\t{42 + i % 2}\n" for i in range(4))
-    script = checkout / "cluster/slurm.sbatch"
-    assert (tmp_path / "called").read_text().splitlines() == [
-        *("--parsable", "--array=0-3%2", f"--output={tmp_path}/100 %%a/log/%a.log", "--gres=gpu:1"),
-        *map(str, (script, checkout, folder)),
+    assert "job 7: 4 tasks" in done.stdout
+    assert (folder / "job").read_text() == "7\n"
+    assert (folder / "tasks.tsv").read_text().splitlines() == [
+        f"0\t{commit}\t42",
+        f"1\t{commit}\t43",
+        f"2\t{commit}\t42",
+        f"3\t{commit}\t43",
     ]
-    again = call(*command, **queue)
-    assert again.returncode == 2 and "holds a sweep already" in again.stderr
+    assert (tmp_path / "called").read_text().splitlines() == [
+        "--parsable",
+        "--array=0-3%2",
+        f"--output={tmp_path}/100 %%a/log/%a.log",
+        "--gres=gpu:1",
+        str(checkout / "cluster/slurm.sbatch"),
+        str(checkout),
+        str(folder),
+    ]
+
+    again = call(script, "-j", "2", folder, *tasks, **queue)
+    assert again.returncode == 2
+    assert "holds a sweep already" in again.stderr
 
 
-def task(checkout, folder, seed, **environment):
-    """slurm.sbatch as Slurm starts it, for task 3 of four."""
-    for name in ("status", "runs"):
-        (folder / name).mkdir(parents=True)
-    (folder / "tasks.tsv").write_text("".join(f"{i}\tHEAD\t{seed if i == 3 else 99}\n" for i in range(4)))
-    environment |= {"SLURM_ARRAY_TASK_ID": "3", "TMPDIR": str(folder), "AUTORESEARCH_CACHE": "/not/writable"}
-    unset = ("CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the latter in a process that has compiled
-    environment = {key: value for key, value in os.environ.items() if key not in unset} | environment
-    command = ["bash", checkout / "cluster/slurm.sbatch", checkout, folder]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+# ---- One task ----
+def start_task(checkout, folder, seed, **environment):
+    """slurm.sbatch as Slurm starts it, for task 3 of four. The others have another seed."""
+    (folder / "status").mkdir(parents=True)
+    (folder / "runs").mkdir()
+    lines = [f"{number}\tHEAD\t{seed if number == 3 else 99}\n" for number in range(4)]
+    (folder / "tasks.tsv").write_text("".join(lines))
+    merged = dict(os.environ)
+    merged.pop("CUDA_VISIBLE_DEVICES", None)
+    merged.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in a process that has compiled
+    merged["SLURM_ARRAY_TASK_ID"] = "3"
+    merged["TMPDIR"] = str(folder)
+    merged["AUTORESEARCH_CACHE"] = "/not/writable"
+    return subprocess.Popen(
+        ["bash", checkout / "cluster/slurm.sbatch", checkout, folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=merged | environment,
+    )
 
 
 def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(checkout, tmp_path):
     (checkout / "train.py").write_text("what is not committed does not run")
-    process = task(checkout, tmp_path / "F", 4, SLURM_CPUS_PER_TASK="5")
+    process = start_task(checkout, tmp_path / "F", 4, SLURM_CPUS_PER_TASK="5")
     stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 4 and not stderr and (tmp_path / "F/status/3.exit").read_text() == "4\n"
-    *variables, runs, inductor, temporary, folder = stdout.splitlines()
-    assert variables == ["4", "HEAD", "5", ""]
-    assert (runs, inductor) == (f"{tmp_path}/F/runs/3", f"{tmp_path}/F/inductor")
-    assert temporary == folder and Path(folder).parent == tmp_path / "F" and not Path(folder).exists()
+    assert process.returncode == 4
+    assert not stderr
+    assert (tmp_path / "F/status/3.exit").read_text() == "4\n"
+
+    seed, commit, threads, devices, runs, inductor, temporary, folder = stdout.splitlines()
+    assert seed == "4"
+    assert commit == "HEAD"
+    assert threads == "5"
+    assert devices == ""
+    assert runs == f"{tmp_path}/F/runs/3"
+    assert inductor == f"{tmp_path}/F/inductor"
+    assert temporary == folder
+    assert Path(folder).parent == tmp_path / "F"
+    assert not Path(folder).exists()
 
 
 def test_a_task_that_gets_a_signal_ends_its_run_first(checkout, tmp_path):
-    process = task(checkout, tmp_path / "F", 60, CUDA_VISIBLE_DEVICES="6")
+    process = start_task(checkout, tmp_path / "F", 60, CUDA_VISIBLE_DEVICES="6")
     lines = [process.stdout.readline().strip() for _ in range(8)]  # now it runs
-    process.terminate()  # bash alone, as at a time limit
-    assert process.wait(timeout=10) == 143 and lines[3] == "6" and not Path(lines[-1]).exists()
+    process.terminate()  # the script alone, as at a time limit
+    assert process.wait(timeout=10) == 143
+    rest, _ = process.communicate()
+    assert rest == "ended in its folder: True\n"
     assert (tmp_path / "F/status/3.exit").read_text() == "143\n"
-    process.communicate()
+    assert lines[3] == "6"
+    assert not Path(lines[-1]).exists()
+
+
+# ---- The table ----
+def write_task(folder, number, exit_code=None, log=True, **record):
+    """What a task leaves in its sweep's folder. Tasks 0 to 2 are of commit a1, others of b1."""
+    commit = "a1" if number < 3 else "b1"
+    seed = 42 + number % 3
+    with (folder / "tasks.tsv").open("a") as file:
+        file.write(f"{number}\t{commit}\t{seed}\n")
+    if exit_code is not None:
+        (folder / f"status/{number}.exit").write_text(f"{exit_code}\n")
+    if log:
+        (folder / f"log/{number}.log").touch()
+    if record:
+        (folder / f"runs/{number}").mkdir()
+        (folder / f"runs/{number}/x.json").write_text(json.dumps(RECORD | record))
 
 
 def test_the_table_has_a_row_for_every_task(checkout, tmp_path, queue):
+    folder = tmp_path / "F"
     for name in ("status", "log", "runs"):
-        (tmp_path / "F" / name).mkdir(parents=True)
-    ends = [0, 0, 0, 4, 143, None, None, None, 0, None, None]
-    (tmp_path / "F/job").write_text("7\n")
-    (tmp_path / "bin/squeue").write_text(
-        "#!/bin/sh\necho 4 FAILED; echo 7 PENDING; echo 8 COMPLETING; echo 9 NODE_FAIL; echo 10 FAILED\n"
-    )
-    (tmp_path / "F/tasks.tsv").write_text("".join(f"{i}\t{'ab'[i > 2]}1\t{42 + i % 3}\n" for i in range(len(ends))))
-    for i, end in enumerate(ends):
-        if end is not None:
-            (tmp_path / f"F/status/{i}.exit").write_text(f"{end}\n")
-        if i not in (5, 7):
-            (tmp_path / f"F/log/{i}.log").touch()
-        if i < 3:
-            (tmp_path / f"F/runs/{i}").mkdir()
-            record = RECORD | {"val_bpb": 1 + i / 10, "integrity": "ok" if i else "unsteady: 2 tokens/s, then 1"}
-            (tmp_path / f"F/runs/{i}/x.json").write_text(json.dumps(record))
-    done = call(checkout / "cluster/sweep.sh", "--collect", tmp_path / "F", **queue)
+        (folder / name).mkdir(parents=True)
+    (folder / "job").write_text("7\n")
+    unsteady = "unsteady: 2 tokens/s, then 1"
+    write_task(folder, 0, exit_code=0, val_bpb=1.0, integrity=unsteady)
+    write_task(folder, 1, exit_code=0, val_bpb=1.1, integrity="ok")
+    write_task(folder, 2, exit_code=0, val_bpb=1.2, integrity="ok")
+    write_task(folder, 3, exit_code=4)
+    write_task(folder, 4, exit_code=143)
+    write_task(folder, 5, log=False)  # never began
+    write_task(folder, 6)  # left only a log
+    write_task(folder, 7, log=False)
+    write_task(folder, 8, exit_code=0)  # left no record
+    write_task(folder, 9)
+    write_task(folder, 10)
+    write_task(folder, 11, exit_code=143, val_bpb=1.3, integrity="ok")  # too late to count
+    known = ["4 FAILED", "7 PENDING", "8 COMPLETING", "9 NODE_FAIL", "10 FAILED"]
+    write_program(tmp_path / "bin/squeue", "\n".join(f"echo {line}" for line in known))
+
+    done = call(checkout / "cluster/sweep.sh", "--collect", folder, **queue)
     assert done.returncode == 0, done.stderr
     tasks, commits = parse(done.stdout)
-    assert list(tasks[0]) == COLUMNS and [row["task"] for row in tasks] == [str(i) for i in range(len(ends))]
-    states = ["completed"] * 3 + [
-        "failed",
-        "cancelled",
-        "cancelled",
-        "killed",
-        "pending",
-        "completed",
-        "node_fail",
-        "killed",
+    assert list(tasks[0]) == COLUMNS
+    expected = [
+        {"task": "0", "state": "completed", "exit": "0", "val_bpb": "1.000000"},
+        {"task": "1", "state": "completed", "exit": "0", "val_bpb": "1.100000"},
+        {"task": "2", "state": "completed", "exit": "0", "val_bpb": "1.200000"},
+        {"task": "3", "state": "failed", "exit": "4", "val_bpb": "-"},
+        {"task": "4", "state": "cancelled", "exit": "143", "val_bpb": "-"},
+        {"task": "5", "state": "cancelled", "exit": "-", "val_bpb": "-"},
+        {"task": "6", "state": "killed", "exit": "-", "val_bpb": "-"},
+        {"task": "7", "state": "pending", "exit": "-", "val_bpb": "-"},
+        {"task": "8", "state": "completed", "exit": "0", "val_bpb": "-"},
+        {"task": "9", "state": "node_fail", "exit": "-", "val_bpb": "-"},
+        {"task": "10", "state": "killed", "exit": "-", "val_bpb": "-"},
+        {"task": "11", "state": "cancelled", "exit": "143", "val_bpb": "1.300000"},
     ]
-    assert [row["state"] for row in tasks] == states  # 5 never began, 6 left a log only, 8 left no record
-    assert [row["exit"] for row in tasks] == ["-" if end is None else str(end) for end in ends]
-    assert [row["val_bpb"] for row in tasks] == ["1.000000", "1.100000", "1.200000"] + ["-"] * 8
-    assert list(tasks[0].values())[-4:] == ["100", "1234", "cpu", "unsteady: 2 tokens/s, then 1"]
-    expected = ["a1", "cpu", "blocks", "2.15.0", "20 s", "abc", "3", "1", "1.100000", "0.100000"]
-    assert [list(row.values()) for row in commits] == [expected]
+    columns = list(expected[0])
+    assert [{column: row[column] for column in columns} for row in tasks] == expected
+    assert tasks[0]["steps"] == "100"
+    assert tasks[0]["tokens/s"] == "1234"
+    assert tasks[0]["device"] == "cpu"
+    assert tasks[0]["integrity"] == unsteady
+
+    [commit] = commits
+    assert commit == {
+        "commit": "a1",
+        "device": "cpu",
+        "attention": "blocks",
+        "torch": "2.15.0",
+        "budget": "20 s",
+        "data": "abc",
+        "finished": "3",
+        "flagged": "1",
+        "mean": "1.100000",
+        "std": "0.100000",
+    }
 
 
-def test_the_skypilot_task_has_its_parts():
-    part = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
-    assert {"setup", "run", "resources", "envs", "file_mounts"} <= set(part)
-    assert "prepare.py" in part["setup"] and "prepare.py" not in part["run"]
-    assert part["run"].strip().splitlines()[-1].endswith("train.py")  # the last command's exit code is the task's
-    assert part["envs"]["AUTORESEARCH_CACHE"] in part["file_mounts"]
+# ---- SkyPilot ----
+@pytest.fixture
+def sky(checkout, tmp_path):
+    """Runs a part of skypilot.yaml as SkyPilot does: by bash, in the copy, with its variables. uv
+    is a script that writes down its arguments and puts a file where prepare.py puts the tokens."""
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    assert task["envs"]["AUTORESEARCH_CACHE"] in task["file_mounts"]
+    assert task["resources"]
+    (tmp_path / "cache/tokens").mkdir(parents=True)
+    write_program(
+        tmp_path / "bin/uv",
+        f'echo "$*" >>"{tmp_path}/called"\n'
+        'if [ "$2" = prepare.py ]; then touch "$AUTORESEARCH_CACHE/tokens/train.bin"; fi\n'
+        'if [ "$*" = "$FAILING" ]; then exit 2; fi',
+    )
+    variables = task["envs"] | {
+        "AUTORESEARCH_CACHE": str(tmp_path / "cache"),
+        "HOME": str(tmp_path / "home"),  # what ~/.local/bin holds must not stand before bin/
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }
+
+    def run_part(name, **environment):
+        return call("bash", "-c", task[name], cwd=checkout, **(variables | environment))
+
+    return run_part
 
 
-# ---- A real Slurm ----------------------------------------------------------------------------------------------------
-def until(condition, seconds):
+def test_skypilot_sets_up_by_preparing(sky, tmp_path):
+    done = sky("setup")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "called").read_text().splitlines() == ["sync", "run prepare.py"]
+    assert (tmp_path / "cache/tokens/train.bin").exists()
+
+
+@pytest.mark.parametrize("step", ["sync", "run prepare.py"])
+def test_skypilot_stops_where_a_step_of_the_set_up_fails(sky, step, tmp_path):
+    done = sky("setup", FAILING=step)
+    assert done.returncode == 2
+    assert (tmp_path / "called").read_text().splitlines()[-1] == step
+
+
+def test_skypilot_runs_train_py_alone_and_ends_with_its_exit_code(sky, checkout, tmp_path):
+    done = sky("run", SEED="4")
+    assert done.returncode == 4, done.stderr
+    assert not done.stderr
+    assert not (tmp_path / "called").exists()
+    lines = done.stdout.splitlines()
+    assert lines[0] == "4"
+    assert lines[-1] == str(checkout)
+
+
+# ---- A real Slurm ----
+def wait_until(condition, seconds):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
@@ -211,20 +389,34 @@ def until(condition, seconds):
 @pytest.fixture
 def slurm():
     """The environment of a Slurm that runs for the length of a test."""
+    script = CLUSTER / "local_slurm.sh"
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
-        done = subprocess.run([CLUSTER / "local_slurm.sh", "start", folder], timeout=60)
+        done = subprocess.run([script, "start", folder], timeout=60)
         assert done.returncode == 0
         yield {"SLURM_CONF": str(folder / "slurm.conf")}
     finally:
-        subprocess.run([CLUSTER / "local_slurm.sh", "stop", folder], timeout=120, check=True)
+        subprocess.run([script, "stop", folder], timeout=120, check=True)
         shutil.rmtree(folder)
 
 
-@pytest.mark.cluster
-def test_a_sweep_on_a_real_slurm(slurm, cache, tmp_path, capfd):
-    """Two commits, three seeds, two at a time with one core each: one diverges, one is cancelled, four have a score."""
-    repo, folder = tmp_path / "repo", tmp_path / "a sweep"
+@pytest.fixture
+def say(slurm, capfd):
+    """Runs a command on that Slurm, with runs of 20 seconds, and prints what it answers."""
+
+    def run_command(*command):
+        done = call(*command, AUTORESEARCH_TIME_BUDGET="20", **slurm)
+        with capfd.disabled():
+            print(f"$ {' '.join(map(str, command))}\n{done.stdout}{done.stderr}", flush=True)
+        return done
+
+    return run_command
+
+
+@pytest.fixture
+def two_commits(tmp_path):
+    """A repository with a tiny model. In its last commit seed 43 diverges."""
+    repo = tmp_path / "repo"
     edited(repo)
     shutil.copytree(CLUSTER, repo / "cluster")
     (repo / ".venv").symlink_to(sys.prefix)
@@ -232,48 +424,68 @@ def test_a_sweep_on_a_real_slurm(slurm, cache, tmp_path, capfd):
     git(repo, "add", "train.py", "prepare.py")
     git(repo, "commit", "-qm", "tiny")
     source = (repo / "train.py").read_text()
-    changed = source.replace("EMBEDDING_LR     = 0.6", 'EMBEDDING_LR     = float("nan") if SEED == 43 else 0.5')
-    assert changed != source
-    (repo / "train.py").write_text(changed)
+    diverging = substitute(source, {"EMBEDDING_LR": 'float("nan") if SEED == 43 else 0.5'})
+    assert diverging != source
+    (repo / "train.py").write_text(diverging)
     git(repo, "commit", "-qam", "seed 43 diverges")
-    first, second = git(repo, "rev-parse", "--short", "HEAD~1"), git(repo, "rev-parse", "--short", "HEAD")
+    return repo
 
-    def say(*command):
-        done = call(*command, AUTORESEARCH_TIME_BUDGET="20", **slurm)
-        with capfd.disabled():
-            print(f"$ {' '.join(map(str, command))}\n{done.stdout}{done.stderr}", flush=True)
-        return done
 
+@pytest.mark.cluster
+def test_a_sweep_on_a_real_slurm(two_commits, say, cache, tmp_path):
+    """Two commits with three seeds, two tasks at a time with one core each. One task diverges, one
+    is cancelled, and four have a score."""
+    repo = two_commits
     sweep = repo / "cluster/sweep.sh"
-    assert say(sweep, "-j", "2", folder, "HEAD~1", "HEAD", "--", "42", "43", "44").returncode == 0
-    job, log = (folder / "job").read_text().strip(), folder / "log/2.log"
-    until(lambda: (folder / "log/1.log").exists(), 30)
+    folder = tmp_path / "a sweep"
+    first = git(repo, "rev-parse", "--short", "HEAD~1")
+    second = git(repo, "rev-parse", "--short", "HEAD")
+
+    done = say(sweep, "-j", "2", folder, "HEAD~1", "HEAD", "--", "42", "43", "44")
+    assert done.returncode == 0
+    job = (folder / "job").read_text().strip()
+    wait_until((folder / "log/1.log").exists, 30)
     say("squeue", "-r")
-    assert [row["state"] for row in parse(say(sweep, "--collect", folder).stdout)[0]] == ["running"] * 2 + [
-        "pending"
-    ] * 4
-    until(lambda: log.exists() and "step" in log.read_text(), 120)  # in the middle of its training
+    tasks, _ = parse(say(sweep, "--collect", folder).stdout)
+    assert [row["state"] for row in tasks] == ["running"] * 2 + ["pending"] * 4
+
+    log = folder / "log/2.log"
+    wait_until(lambda: log.exists() and "step" in log.read_text(), 120)  # amid its training
     say("scancel", f"{job}_2")
     done = say(sweep, "--wait", folder)
     assert done.returncode == 0
     tasks, commits = parse(done.stdout)
-    assert [(row["commit"], row["seed"]) for row in tasks] == [
-        (c, s) for c in (first, second) for s in ("42", "43", "44")
+    columns = ("commit", "seed", "state", "exit")
+    assert [tuple(row[column] for column in columns) for row in tasks] == [
+        (first, "42", "completed", "0"),
+        (first, "43", "completed", "0"),
+        (first, "44", "cancelled", "143"),
+        (second, "42", "completed", "0"),
+        (second, "43", "failed", "4"),
+        (second, "44", "completed", "0"),
     ]
-    ended = {"completed": "0", "failed": "4", "cancelled": "143"}
-    states = ["completed", "completed", "cancelled", "completed", "failed", "completed"]
-    assert [(row["state"], row["exit"]) for row in tasks] == [(state, ended[state]) for state in states]
-    for i, (row, state) in enumerate(zip(tasks, states)):
-        known = say("scontrol", "-o", "show", "job", f"{job}_{i}").stdout
-        assert f"JobState={state.upper()} " in known and f"ExitCode={ended[state]}:0 " in known
-        records = [json.loads(path.read_text()) for path in folder.glob(f"runs/{i}/*.json")]
-        assert len(records) == (state == "completed")
-        for record in records:
-            assert (record["commit"], str(record["seed"]), record["time_budget"]) == (row["commit"], row["seed"], 20)
-            assert row["val_bpb"] == f"{record['val_bpb']:.6f}" and int(row["steps"]) > 10 and row["device"] == "cpu"
-    assert [(row["commit"], row["finished"], row["std"] != "-") for row in commits] == [
-        (first, "2", True),
-        (second, "2", True),
-    ]
+    for row in tasks:
+        number = row["task"]
+        known = say("scontrol", "-o", "show", "job", f"{job}_{number}").stdout
+        assert f"JobState={row['state'].upper()} " in known
+        assert f"ExitCode={row['exit']}:0 " in known
+        paths = list(folder.glob(f"runs/{number}/*.json"))
+        if row["state"] != "completed":
+            assert not paths
+            continue
+        [path] = paths
+        record = json.loads(path.read_text())
+        assert record["commit"] == row["commit"]
+        assert str(record["seed"]) == row["seed"]
+        assert record["time_budget"] == 20
+        assert row["val_bpb"] == f"{record['val_bpb']:.6f}"
+        assert int(row["steps"]) > 10
+        assert row["device"] == "cpu"
+
+    assert [row["commit"] for row in commits] == [first, second]
+    for row in commits:
+        assert row["finished"] == "2"
+        assert row["std"] != "-"
+
     (folder / "job").unlink()  # what the files alone tell, once Slurm has forgotten
-    assert parse(say(sweep, "--collect", folder).stdout) == [tasks, commits]
+    assert parse(say(sweep, "--collect", folder).stdout) == (tasks, commits)
