@@ -1,10 +1,14 @@
 """
-Where the seconds go that are not training: from the shell's prompt to the summary and back to the prompt, by stage.
+Where the seconds go that are not training, from the start of the process to its end, by stage.
 
-    uv run benchmarks/overhead.py             # three warm runs, after one that is not counted
-    uv run benchmarks/overhead.py --cold      # and one before them with an empty compiler cache
+    uv run benchmarks/overhead.py                    # median of three runs, after one not counted
+    uv run benchmarks/overhead.py --cold             # and of runs with an empty compiler cache
+    uv run benchmarks/overhead.py --script ../other/train.py --cache /tmp/other
+    uv run benchmarks/overhead.py --pair ../before/train.py --cache /tmp/after /tmp/before
 
-Whole runs of train.py as it is, with a short budget; a stage ends when the line that follows it is printed.
+Whole runs of train.py as it is, with a short budget; a stage ends with the line that follows it.
+The ratio is to the other version, which runs in turn with this one (--pair), or that of a cold run
+to a warm one (--cold). The first step counts as training too.
 """
 
 import argparse
@@ -16,53 +20,145 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-ROOT = Path(__file__).resolve().parents[1]
-STAGES = {  # name: how the first line after it begins
-    "interpreter, imports, cache check": "device:",
-    "attention probe, model": "model:",
-    "compilation and warm-up": "run:",
-    "fresh weights, first batch, first step": "step     1",
-    "training": "---",
-    "report": None,
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+from benchmarks.common import ROOT, RunError, last_words, print_header, print_row, run_script
+
+STAGES = {  # name: how the line begins that ends it; before 2026-11-22 the second of two
+    "interpreter, imports, cache check": ("run:", "device:"),
+    "attention probe, model": ("model:",),
+    "compilation and warm-up": ("training:", "run:"),
+    "first batch, first step": ("step ",),
+    "later steps, evaluation": ("---",),
 }
+LAST_STAGE = "report, exit"
+OUTSIDE = "all but training"
+SHOWN = [*STAGES, "evaluation", LAST_STAGE, OUTSIDE]
+SHOWN.remove("later steps, evaluation")  # the budget decides about the steps
 
 
-def stages(seconds, folder, inductor, script=ROOT / "train.py"):
-    """{stage: seconds} of one run; evaluation, which prints nothing, is taken out of training by the report."""
-    own = {"AUTORESEARCH_TIME_BUDGET": str(seconds), "AUTORESEARCH_RUNS": folder, "PYTHONUNBUFFERED": "1"}
-    own |= {"TORCHINDUCTOR_CACHE_DIR": inductor} if inductor else {}
-    found, waiting, begun, report = {}, list(STAGES.items()), perf_counter(), {}
-    command = [sys.executable, script]
+def stages(seconds, runs, inductor=None, script=ROOT / "train.py", cache=None):
+    """{stage: seconds} of one run of `script`, with a budget of `seconds`, its record in `runs`,
+    its compiler cache in `inductor`. Raises RunError."""
+    script = Path(script).resolve()
+    own = {"AUTORESEARCH_TIME_BUDGET": str(seconds), "AUTORESEARCH_RUNS": str(runs)}
+    own["PYTHONUNBUFFERED"] = "1"
+    if inductor is not None:
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(inductor)
+    if cache is not None:
+        own["AUTORESEARCH_CACHE"] = str(Path(cache).resolve())
+    ends = iter(STAGES.items())
+    stage, marks = next(ends)
+    found = {}
+    block = {}
+    lines = []
+    begun = perf_counter()
+    before = begun
     with subprocess.Popen(
-        command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as run:
-        for line in run.stdout:
-            if waiting[0][1] and line.startswith(waiting[0][1]):
-                found[waiting.pop(0)[0]] = perf_counter() - begun
-                begun = perf_counter()
-            report |= {line.split(": ")[0]: line.split(": ")[1].strip()} if ": " in line else {}
-    if run.returncode:
-        raise SystemExit(f"train.py ended with {run.returncode}: {line}")
-    found[waiting[0][0]] = perf_counter() - begun
-    evaluation = float(report["eval_seconds"])
-    found["training"] -= evaluation
-    return found | {"evaluation": evaluation, "outside training": sum(found.values()) - found["training"] + evaluation}
+        [sys.executable, script],
+        cwd=script.parent,
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            lines.append(line)
+            key, colon, value = line.partition(": ")
+            if colon:
+                block[key] = value.strip()
+            if line.startswith(marks):
+                found[stage] = perf_counter() - before
+                before = perf_counter()
+                stage, marks = next(ends, (LAST_STAGE, ()))
+    end = perf_counter()
+    if process.returncode:
+        raise RunError(f"exit {process.returncode}: {last_words(''.join(lines))}")
+    if stage != LAST_STAGE:
+        raise RunError(f"no line began with {' or '.join(marks)}, where {stage!r} ends")
+    found[LAST_STAGE] = end - before
+    found["evaluation"] = float(block["eval_seconds"])
+    found[OUTSIDE] = end - begun - float(block["training_seconds"])
+    return found
 
 
-def main():
+def run_in_turn(sides, rounds):
+    """{side: its runs} of {side: a function that makes a run}."""
+    found = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, run in sides.items():
+            found[side].append(run())
+    return found
+
+
+def print_stages(found):
+    """Medians of each side, and the ratio of the first to the second where there are two."""
+    sides = list(found)
+    ratio = [f"{sides[0]} / {sides[1]}"] if len(sides) == 2 else []
+    print_header("seconds", *sides, *ratio)
+    for stage in SHOWN:
+        medians = [median(run[stage] for run in found[side]) for side in sides]
+        if len(medians) == 2:
+            ratio = [f"{medians[0] / medians[1]:.2f}"]
+        print_row(stage, *[f"{value:.1f}" for value in medians], *ratio)
+
+
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--seconds", type=float, default=10, help="budget of a run (10)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--script", type=Path, default=ROOT / "train.py", help="another train.py")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--pair", type=Path, help="a train.py that runs in turn with that")
+    other.add_argument("--cold", action="store_true", help="with an empty compiler cache too")
+    parser.add_argument("--cache", nargs="+", type=Path, default=[], help="of --script, of --pair")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds is 1 or more")
+    if len(args.cache) > 2:
+        parser.error("--cache takes one folder, or two with --pair")
+    for script in (args.script, args.pair):
+        if script and not (script.is_file() and script.with_name("prepare.py").is_file()):
+            parser.error(f"{script} is no file with a prepare.py beside it")
+    return args
+
+
+def measure(args, folder):
+    """{side: its runs}. Raises RunError."""
+    cache, pair_cache, *_ = [*args.cache, None, None]
+    runs = f"{folder}/runs"
+
+    def run_warm():
+        return stages(args.seconds, runs, None, args.script, cache)
+
+    def run_cold():
+        with tempfile.TemporaryDirectory(dir=folder) as inductor:
+            return stages(args.seconds, runs, inductor, args.script, cache)
+
+    def run_pair():
+        return stages(args.seconds, runs, None, args.pair, pair_cache)
+
+    if cache:
+        run_script(args.script.with_name("prepare.py"), {"AUTORESEARCH_CACHE": cache.resolve()})
+    run_warm()  # compiles
+    if args.cold:
+        return run_in_turn({"cold": run_cold, "warm": run_warm}, args.rounds)
+    if not args.pair:
+        return run_in_turn({"warm": run_warm}, args.rounds)
+    if pair_cache:
+        run_script(args.pair.with_name("prepare.py"), {"AUTORESEARCH_CACHE": pair_cache.resolve()})
+    run_pair()
+    return run_in_turn({"script": run_warm, "pair": run_pair}, args.rounds)
+
+
+def main():
+    args = parse_arguments()
     with tempfile.TemporaryDirectory() as folder:
-        cold = stages(args.seconds, folder, f"{folder}/inductor") if args.cold else None
-        warm = [stages(args.seconds, folder, None) for _ in range(args.rounds + 1)][1:]
-    print(f"| seconds | warm, median of {args.rounds} |" + " cold |" * args.cold + "\n|---|---|" + "---|" * args.cold)
-    for stage in cold or warm[0]:
-        if stage != "training":
-            values = [median(run[stage] for run in warm), *([cold[stage]] if cold else [])]
-            print(f"| {stage} | " + " | ".join(f"{value:.1f}" for value in values) + " |")
+        try:
+            found = measure(args, folder)
+        except RunError as failure:
+            raise SystemExit(f"error: {failure}") from None
+    print(f"median of {args.rounds}, budget {args.seconds:g} s\n")
+    print_stages(found)
 
 
 if __name__ == "__main__":

@@ -1,163 +1,295 @@
 """
-What a training step costs, with all levers, without each, and without any: a row a variant, each in its own process.
+What a training step costs with all levers, without each, and without any.
 
-    uv run benchmarks/step.py                                      # train.py's own settings
-    uv run benchmarks/step.py --set LOSS_CHUNK=1024 TOTAL_BATCH_SIZE=8192
-    uv run benchmarks/step.py --memory-gb 8 12 16 24               # on a GPU: the rows that its back-off finds to fit
-    uv run benchmarks/step.py --run plain                          # a whole run without the levers: what they are worth
+    uv run benchmarks/step.py                                    # train.py's own settings
+    uv run benchmarks/step.py --set DEPTH=6 TOTAL_BATCH_SIZE=8192
+    uv run benchmarks/step.py --variants "as shipped" "with memory kept" --rounds 7
+    uv run benchmarks/step.py --memory-gb 8 12 16 24             # on a GPU: how many rows fit
+    uv run benchmarks/step.py --run plain "as shipped"           # whole runs: what that is worth
 
-Random tokens, no loader; the median step, forward, backward and update.
+Random tokens, no loader; medians of a step, its forward and backward passes and its update. Each
+measurement is a process of its own, the variants in turn; the ratio is the speed beside the first.
+A value after --set is a Python literal.
 """
 
 import argparse
 import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+from benchmarks.common import (
+    RunError,
+    copy_scripts,
+    last_words,
+    print_header,
+    print_row,
+    run_training,
+)
 
-# Levers that a variant goes without. "plain" goes without all: eager fp32, a loss over all logits at once.
-VARIANTS = {
-    "plain": ("compile", "bf16", "attention", "chunked loss", "memory kept"),
-    "plain, but compiled": ("bf16", "attention", "chunked loss", "memory kept"),
-    "plain, but bf16": ("compile", "attention", "chunked loss", "memory kept"),
-    "without compile": ("compile",),
-    "without bf16": ("bf16",),
-    "without train.py's choice of attention": ("attention",),
-    "without chunked loss": ("chunked loss",),
-    "without memory kept": ("memory kept",),
-    "as shipped": (),
+VARIANTS = {  # name: the levers it has
+    "plain": set(),
+    "plain, but compiled": {"compile"},
+    "plain, but bf16": {"bf16"},
+    "plain, but attention chosen": {"attention"},
+    "without compile": {"bf16", "attention"},
+    "without bf16": {"compile", "attention"},
+    "without attention chosen": {"compile", "bf16"},  # scaled_dot_product_attention instead
+    "as shipped": {"compile", "bf16", "attention"},
+    "with memory kept": {"compile", "bf16", "attention", "memory kept"},
 }
 
 
-def prepared(without, settings):
-    """The module train with levers taken away: (train, torch, device, name, dtype)."""
+# ---- Levers ----
+def keep_memory():
+    """Has glibc give no freed memory back to the system, whose pages would be zeroed anew."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing is allocated as a mapping of its own
+    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap is never cut
+
+
+def setting_of(levers):
+    """The setting of train.py's knobs by which a variant goes without levers."""
+    setting = []
+    if "compile" not in levers:
+        setting.append("COMPILE=False")
+    if "attention" not in levers:
+        setting.append("ATTENTION='sdpa'")
+    return setting
+
+
+def edits_of(levers):
+    """What no knob of train.py does, as edits of its text."""
+    edits = {}
+    if "bf16" not in levers:
+        chosen = 'dtype, why = torch.float32, "chosen by the benchmark"'
+        edits["dtype, why = choose_dtype(device)"] = chosen
+    if "memory kept" in levers:
+        first = "def run():\n"
+        edits[first] = f"{inspect.getsource(keep_memory)}\n\n{first}    keep_memory()\n"
+    return edits
+
+
+def set_knobs(train, setting):
+    for item in setting:
+        name, _, value = item.partition("=")
+        if not hasattr(train, name):
+            raise SystemExit(f"error: train.py has no knob {name}; a setting is KNOB=value.")
+        setattr(train, name, ast.literal_eval(value))
+
+
+# ---- One variant, in this process ----
+def measure(levers, setting, steps, memory_gb=None):
+    """A dictionary of seconds and of what was measured."""
+    if "memory kept" in levers:
+        keep_memory()
+    import prepare
     import train
 
     import torch
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(train.prepare.CACHE / "inductor"))
-    for name, value in (item.split("=", 1) for item in settings):
-        assert hasattr(train, name), f"train.py has no knob {name}"
-        setattr(train, name, ast.literal_eval(value))
-    if (
-        "memory kept" in without
-    ):  # the allocator's behaviour on a CPU cannot be taken back: choose_device must not set it
-        train.ctypes = type("ctypes", (), {"CDLL": staticmethod(lambda _: None)})
-    device, name, dtype, _ = train.choose_device()
-    if "compile" in without:
-        train.COMPILE = False
-    if "attention" in without:
-        train.ATTENTION = "sdpa"
-    if "chunked loss" in without:
-        forward = train.GPT.forward
-        train.GPT.forward = lambda self, idx, targets=None: (
-            forward(self, idx) if targets is None else forward(self, idx, targets, "none").mean()
-        )
-    return train, torch, device, name, torch.float32 if "bf16" in without else dtype
-
-
-def measure(without, settings, steps, memory_gb=None):
-    """One variant, in this process: a dictionary."""
-    train, torch, device, name, dtype = prepared(without, settings)
+    prepare.begin_run()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(prepare.CACHE / "inductor"))
+    torch.set_float32_matmul_precision("high")
+    set_knobs(train, [*setting_of(levers), *setting])
+    train.check_knobs()
+    device = prepare.training_device()
     if memory_gb:
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gb / total))
-    config = train.derive_config(train.prepare.VOCAB_SIZE)
-    rung, attend = train.choose_attention(device, dtype, config)
+    dtype, _ = train.choose_dtype(device)
+    if "bf16" not in levers:
+        dtype = torch.float32
+    config = train.derive_config(prepare.VOCAB_SIZE)
+    attention, attend = train.choose_attention(device, dtype, config)
     model = train.GPT(config, attend).to(device)
-    callable_model, optimizer, rows = train.warm_up(model, dtype, train.prepare.EVAL_TOKENS // train.MAX_SEQ_LEN)
-    micro = train.accumulation_steps(rows)
+    callable_model, optimizer, rows = train.warm_up(model, dtype)
+    micro_batches = train.accumulation_steps(rows)
 
-    def wait():
+    def now():
         if device.type == "cuda":
             torch.cuda.synchronize()
         return perf_counter()
 
-    inputs, targets = torch.randint(config.vocab_size, (2, rows, train.MAX_SEQ_LEN), device=device)
-    parts = []
+    shape = (2, rows, train.MAX_SEQ_LEN)
+    inputs, targets = torch.randint(config.vocab_size, shape, device=device)
+    times = {"forward": [], "backward": [], "update": [], "step": []}
     for _ in range(steps):
-        forward = backward = 0.0
-        for _ in range(micro):
-            begun = wait()
-            loss = callable_model(inputs, targets)
-            middle = wait()
-            (loss / micro).backward()
-            end = wait()
-            forward, backward = forward + middle - begun, backward + end - middle
+        forward = 0.0
+        backward = 0.0
+        for _ in range(micro_batches):
+            begun = now()
+            loss = callable_model(inputs, targets) / micro_batches
+            middle = now()
+            loss.backward()
+            forward += middle - begun
+            backward += now() - middle
+        begun = now()
         optimizer.step()
-        parts.append((forward, backward, wait() - end))
-    matrices = sum(p.numel() for p in (*model.blocks.parameters(), model.lm_head.weight))
-    flops, peak = config.flops_per_token(matrices) * train.TOTAL_BATCH_SIZE, train.peak_flops(name)
-    seconds = median(map(sum, parts))
+        update = now() - begun
+        times["forward"].append(forward)
+        times["backward"].append(backward)
+        times["update"].append(update)
+        times["step"].append(forward + backward + update)
+
+    seconds = {part: median(values) for part, values in times.items()}
+    tokens_per_second = train.TOTAL_BATCH_SIZE / seconds["step"]
+    name = prepare.device_name(device)
+    peak = prepare.peak_flops(name)
+    allocated, reserved = prepare.peak_memory_mb(device)
     return {
-        "seconds": seconds, "forward": median(p[0] for p in parts), "backward": median(p[1] for p in parts),
-        "update": median(p[2] for p in parts), "tokens": train.TOTAL_BATCH_SIZE, "rows": rows, "device": name,
-        "attention": rung, "mfu": 100 * flops / seconds / peak if peak else None, "memory": train.peak_memory_mb(device),
-        "depth": train.DEPTH, "width": config.n_embd,
-    }  # fmt: skip
+        "seconds": seconds,
+        "tokens_per_second": tokens_per_second,
+        "mfu": 100 * model.flops_per_token() * tokens_per_second / peak if peak else None,
+        "allocated": allocated,
+        "reserved": reserved,
+        "attention": attention,
+        "device": name,
+        "depth": train.DEPTH,
+        "width": config.n_embd,
+        "tokens": train.TOTAL_BATCH_SIZE,
+        "rows": rows,
+    }
 
 
-def in_a_process(*arguments):
-    """What `measure` returns, or the last line of what went wrong."""
-    done = subprocess.run([sys.executable, __file__, *map(str, arguments)], capture_output=True, text=True)
+def measure_in_a_process(variant, args, memory_gb=None):
+    """What `measure` returns. Raises RunError."""
+    command = [sys.executable, __file__, "--variant", variant, "--steps", str(args.steps)]
+    if memory_gb:
+        command += ["--memory-gb", str(memory_gb)]
+    command += ["--set", *args.set]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return (done.stderr or done.stdout).strip().splitlines()[-1]
+        raise RunError(last_words(done.stdout + done.stderr))
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main():
+# ---- Tables ----
+def print_variants(args):
+    """A row per variant: of its rounds the one in the middle."""
+    found = {variant: [] for variant in args.variants}
+    failed = {}
+    for _ in range(args.rounds):
+        for variant in args.variants:
+            try:
+                found[variant].append(measure_in_a_process(variant, args))
+            except RunError as failure:
+                failed[variant] = failure
+    columns = ("ms", "forward", "backward", "update", "tokens/s", "ratio", "MFU %", "peak MB")
+    print_header("variant", *columns, "attention")
+    base = None
+    for variant, results in found.items():
+        if variant in failed:
+            print_row(variant, failed[variant], *[""] * len(columns))
+            continue
+        results.sort(key=lambda result: result["tokens_per_second"])
+        middle = results[len(results) // 2]
+        speed = middle["tokens_per_second"]
+        if base is None:
+            base = speed
+        parts = ("step", "forward", "backward", "update")
+        print_row(
+            variant,
+            *[f"{1000 * middle['seconds'][part]:.0f}" for part in parts],
+            f"{speed:.0f}",
+            f"{speed / base:.2f}",
+            f"{middle['mfu']:.1f}" if middle["mfu"] else "n/a",
+            f"{middle['allocated']:.0f}",
+            middle["attention"],
+        )
+    if base is None:
+        raise SystemExit(1)
+    print(
+        f"\n{middle['device']}, depth {middle['depth']}, width {middle['width']}, "
+        f"{middle['tokens']} tokens per step, {middle['rows']} rows at a time, "
+        f"median of {args.steps} steps, of {args.rounds} processes"
+    )
+
+
+def print_memory(args):
+    """A row per limit of GPU memory: the rows at a time that train.py's back-off finds."""
+    print_header("GB", "rows at a time", "tokens/s", "allocated MB", "reserved MB", "ratio")
+    base = None
+    for limit in args.memory_gb:
+        try:
+            found = measure_in_a_process("as shipped", args, limit)
+        except RunError as failure:
+            print_row(f"{limit:g}", failure, "", "", "", "")
+            continue
+        speed = found["tokens_per_second"]
+        if base is None:
+            base = speed
+        print_row(
+            f"{limit:g}",
+            found["rows"],
+            f"{speed:.0f}",
+            f"{found['allocated']:.0f}",
+            f"{found['reserved']:.0f}",
+            f"{speed / base:.2f}",
+        )
+
+
+def print_runs(args):
+    """A row per variant: a whole run of train.py, data, clock and score included."""
+    print_header("variant", "val_bpb", "steps", "tokens/s", "ratio", "seconds outside training")
+    base = None
+    for variant in args.run:
+        levers = VARIANTS[variant]
+        setting = " ".join([*setting_of(levers), *args.set])
+        with tempfile.TemporaryDirectory() as folder:
+            copy_scripts(folder, setting, edits_of(levers))
+            try:
+                finished = run_training(folder, args.seconds)
+            except RunError as failure:
+                print_row(variant, failure, "", "", "", "")
+                continue
+        record = finished.record
+        speed = record["tokens_per_second"]
+        if base is None:
+            base = speed
+        print_row(
+            variant,
+            f"{record['val_bpb']:.4f}",
+            record["num_steps"],
+            f"{speed:.0f}",
+            f"{speed / base:.2f}",
+            f"{finished.outside:.1f}",
+        )
+
+
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=1, help="processes a variant; the median counts (1)")
-    parser.add_argument("--memory-gb", type=float, nargs="*", default=[])
-    parser.add_argument("--variant", choices=VARIANTS, help="measure this one here and print JSON")
-    parser.add_argument("--run", choices=VARIANTS, help="a whole run of train.py, data, clock and score included")
-    args = parser.parse_args()
-    common = ["--steps", args.steps, "--set", *args.set]
-    if args.run:
-        train, _, device, name, dtype = prepared(VARIANTS[args.run], args.set)
-        train.choose_device = lambda: (device, name, dtype, args.run)
-        return train.main()
+    parser.add_argument("--rounds", type=int, default=1, help="processes per variant (1)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--memory-gb", type=float, nargs="+", help="limits of GPU memory")
+    parser.add_argument("--run", nargs="+", choices=VARIANTS, help="whole runs of these")
+    parser.add_argument("--seconds", type=float, default=300, help="budget of a whole run (300)")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure one here and print JSON")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_arguments()
     if args.variant:
         limit = args.memory_gb[0] if args.memory_gb else None
-        return print(json.dumps(measure(VARIANTS[args.variant], args.set, args.steps, limit)))
-    if args.memory_gb:
-        print("| GB | rows at a time | tokens/s | allocated MB | reserved MB |\n|---|---|---|---|---|")
-        for limit in args.memory_gb:
-            found = in_a_process("--variant", "as shipped", "--memory-gb", limit, *common)
-            if isinstance(found, str):
-                print(f"| {limit:g} | {found} | | | |", flush=True)
-                continue
-            rate, (allocated, reserved) = found["tokens"] / found["seconds"], found["memory"]
-            print(f"| {limit:g} | {found['rows']} | {rate:.0f} | {allocated:.0f} | {reserved:.0f} |", flush=True)
-        return None
-    print(
-        "| variant | ms | forward | backward | update | tokens/s | ratio | MFU % | peak MB | attention |\n"
-        + "|---" * 10
-        + "|"
-    )
-    plain = None
-    for variant in VARIANTS:
-        results = [in_a_process("--variant", variant, *common) for _ in range(args.rounds)]
-        if failed := [result for result in results if isinstance(result, str)]:
-            print(f"| {variant} | {failed[0]} |" + " |" * 8, flush=True)
-            continue
-        found = sorted(results, key=lambda result: result["seconds"])[len(results) // 2]
-        plain = plain or found["seconds"]
-        columns = [f"{1000 * found[key]:.0f}" for key in ("seconds", "forward", "backward", "update")]
-        columns += [f"{found['tokens'] / found['seconds']:.0f}", f"{plain / found['seconds']:.2f}"]
-        columns += [f"{found['mfu']:.1f}" if found["mfu"] else "n/a", f"{found['memory'][0]:.0f}", found["attention"]]
-        print(f"| {variant} | " + " | ".join(columns) + " |", flush=True)
-    print(f"\n{found['device']}, depth {found['depth']}, width {found['width']}, {found['tokens']} tokens a step in rows of "
-          f"{found['rows']} at a time, median of {args.steps} steps, {args.rounds} processes")  # fmt: skip
-    return None
+        print(json.dumps(measure(VARIANTS[args.variant], args.set, args.steps, limit)))
+    elif args.memory_gb:
+        print_memory(args)
+    elif args.run:
+        print_runs(args)
+    else:
+        print_variants(args)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from tests.common import CACHE, ROOT, make_corpus, run_script  # first: it sets the environment
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import prepare
+from tests import models
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +18,10 @@ hypothesis.settings.register_profile(
     "suite", deadline=None, derandomize=True, max_examples=60, database=None
 )
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_sessionfinish():
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -30,21 +38,23 @@ def cache(corpus):
 
 
 @pytest.fixture
+def own_cache(cache, monkeypatch):
+    """A copy of the prepared cache that a test may spoil, for this process and those it starts.
+    Beside the first, since the manifest names the corpus by a path from there."""
+    with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
+        shutil.copytree(cache / "small", Path(folder, "small"))
+        monkeypatch.setenv("AUTORESEARCH_CACHE", folder)
+        monkeypatch.setattr(prepare, "ROOT", Path(folder, "small"))
+        yield Path(folder)
+
+
+@pytest.fixture
 def fresh_run(monkeypatch):
     """The ruler as a new process finds it: no clock started, nothing scored."""
-    clean = {"stopped": None, "scored": None, "val_bpb": None, "served": [], "code": (), "beside": []}
-    monkeypatch.setattr(prepare, "_run", type(prepare._run)(imported=prepare._now(), **clean))
+    monkeypatch.setattr(prepare, "_run", prepare.Run(imported=prepare._now()))
     return prepare._run
-
-
-def make_rows():
-    """Packed rows of a made-up vocabulary, uint16 [64, 65], and the bytes of its 96 tokens; token
-    95 is special."""
-    rng = np.random.default_rng(0)
-    table = np.append(rng.integers(1, 6, 95), 0).astype(np.int32)
-    return rng.integers(0, 96, (64, 65)).astype(np.uint16), table
 
 
 @pytest.fixture
 def rows():
-    return make_rows()
+    return models.make_rows()

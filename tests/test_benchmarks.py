@@ -1,46 +1,73 @@
-"""The commands in benchmarks/ on tiny shapes: their tables are there, and what they compare is the same thing."""
+"""The commands in benchmarks/ on tiny shapes: their tables are there, and what they compare is the
+same thing."""
 
+import json
+import math
 import re
 import sys
+import time
 
 import prepare
 import train
-from benchmarks import attention, evaluate, loader, step
-from tests.common import ROOT
+from benchmarks import attention, common, evaluate, loader, overhead, pairs, step, sweep
+from tests.common import ROOT, edited
 
 import numpy as np
 import pytest
 import torch
 
-TINY = "DEPTH=2 ASPECT_RATIO=32 HEAD_DIM=32 TOTAL_BATCH_SIZE=1024 DEVICE_BATCH_SIZE=2 WINDOW_PATTERN='SL'"
+TINY = {
+    "DEPTH": "2",
+    "ASPECT_RATIO": "32",
+    "HEAD_DIM": "32",
+    "TOTAL_BATCH_SIZE": "1024",
+    "DEVICE_BATCH_SIZE": "2",
+    "WINDOW_PATTERN": "'SL'",
+}
+SETTING = [f"{name}={value}" for name, value in TINY.items()]
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Calls a benchmark's main with arguments, without compilation; returns its tables as {first column: the others}."""
+def call(monkeypatch, capsys):
+    """Calls a benchmark's main with arguments, without compilation; returns the rows of its tables
+    as {first column: the others} and all that it printed."""
     torch.compiler.set_stance("force_eager")
 
-    def call(module, *args):
+    def call_main(module, *args):
         monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, args)])
         try:
             module.main()
         except SystemExit as end:
-            assert end.code == 0
-        found = [
-            line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")
-        ]
-        return {row[0]: row[1:] for row in found}
+            assert end.code == 0, end.code
+        output = capsys.readouterr().out
+        lines = [line for line in output.splitlines() if line.startswith("| ")]
+        rows = [line.strip("| ").split(" | ") for line in lines]
+        return {row[0]: row[1:] for row in rows}, output
 
-    yield call
+    yield call_main
     torch.compiler.set_stance("default")
 
 
-def test_loader(run, cache, fresh_run, monkeypatch):
+@pytest.fixture(scope="module")
+def real_run(cache, tmp_path_factory):
+    """What overhead.py finds of a real run with a tiny model, the run's record, all its seconds."""
+    folder = tmp_path_factory.mktemp("run")
+    script = edited(folder / "code")
+    begun = time.perf_counter()
+    found = overhead.stages(1, folder / "runs", None, script)
+    seconds = time.perf_counter() - begun
+    [path] = (folder / "runs").glob("*.json")
+    return found, json.loads(path.read_text()), seconds
+
+
+# ---- Loader, metric, attention, step ----
+def test_loader(call, cache, fresh_run, monkeypatch):
     monkeypatch.setattr(loader.os, "cpu_count", lambda: 1)
-    table = run(loader, "--rows", 8, "--tokens", 64, "--batches", 2, "--rounds", 1)
-    assert {"linear scan, tokenised on the fly", "pack_rows, token cache", "make_dataloader", "1 processes"} < set(
+    table, _ = call(loader, "--rows", 8, "--tokens", 64, "--batches", 2, "--rounds", 1)
+    assert {loader.BASELINE, "pack_rows, token cache", "make_dataloader", "1 processes"} < set(
         table
     )
+    assert table[loader.BASELINE][1] == "1.0"
     assert float(table["pack_rows, token cache"][0]) > 0
 
 
@@ -51,31 +78,236 @@ def test_the_loaders_baseline_packs_the_same_rows():
     assert fast[:40] == [row for row, _ in zip(loader.linear_rows(documents, 33, 20), range(40))]
 
 
-def test_evaluate(run, monkeypatch):
-    monkeypatch.setattr(train, "DEPTH", 1)
-    table = run(evaluate, "--rows", 32, "--batch", 8, "--rounds", 1)
-    assert float(table["bare forward passes"][2]) == 1 < float(table["evaluation without probes"][1].replace(",", ""))
-    assert table["probes"][-1].endswith("% of the evaluation")
+def test_loader_exits_with_1_where_rows_differ(call, cache, fresh_run, monkeypatch):
+    def backwards(documents, row_len, buffer_docs=0):
+        for row in prepare.pack_rows(documents, row_len):
+            yield row[::-1]
+
+    monkeypatch.setattr(loader, "linear_rows", backwards)
+    monkeypatch.setattr(loader, "print_tokenisation", lambda *args: None)
+    with pytest.raises(AssertionError, match="1"):
+        call(loader, "--rows", 8, "--tokens", 64, "--batches", 2, "--rounds", 1)
 
 
-def test_attention(run):
-    table = run(
-        attention, "--rows", 1, "--tokens", 128, "--heads", 2, "--head-dim", 16, "--windows", 32, 128, "--rounds", 1
-    )
-    assert {"blocks", "sdpa"} <= set(table) and float(table["blocks"][-1]) < train.PROBE_TOLERANCE
+def test_evaluate(call, monkeypatch):
+    for name, value in {"DEPTH": 1, "ASPECT_RATIO": 32, "HEAD_DIM": 32}.items():
+        monkeypatch.setattr(train, name, value)
+    table, _ = call(evaluate, "--rows", 8, "--batch", 4, "--rounds", 1)
+    assert {"losses of all rows", "probes", "score, which is both"} < set(table)
+    assert float(table["bare forward passes"][2]) == 1
+    assert float(table["score, which is both"][1]) > 0
+
+
+def test_attention(call):
+    shapes = ("--rows", 1, "--tokens", 128, "--heads", 2, "--head-dim", 16)
+    table, output = call(attention, *shapes, "--windows", 32, 128, "--rounds", 1)
+    assert {"blocks", "sdpa"} <= set(table)
+    assert float(table["blocks"][-1]) < train.PROBE_TOLERANCE
+    assert "fa3: " in output  # why it does not load without a GPU
+
+
+def test_attention_shows_the_error_of_a_wrong_window(call, monkeypatch):
+    def load():
+        sdpa = train.load_sdpa()
+        return lambda q, k, v, window: sdpa(q, k, v, window // 2)
+
+    monkeypatch.setitem(train.BACKENDS, "halved", load)
+    shapes = ("--rows", 1, "--tokens", 128, "--heads", 2, "--head-dim", 16)
+    table, _ = call(attention, *shapes, "--windows", 128, "--rounds", 1)
+    assert float(table["halved"][-1]) > train.PROBE_TOLERANCE
 
 
 @pytest.mark.parametrize("variant", ["plain", "as shipped"])
-def test_step(variant, monkeypatch):
-    for name in ("COMPILE", "ATTENTION", *(item.split("=")[0] for item in TINY.split())):
+def test_step(variant, cache, fresh_run, monkeypatch):
+    for name in ("COMPILE", "ATTENTION", *TINY):
         monkeypatch.setattr(train, name, getattr(train, name))  # put back afterwards
-    monkeypatch.setattr(train.GPT, "forward", train.GPT.forward)
-    monkeypatch.setattr(train, "ctypes", train.ctypes)
-    found = step.measure((*step.VARIANTS[variant], "compile"), TINY.split(), steps=2)
-    assert found["tokens"] == 1024 and found["seconds"] >= found["forward"] > 0 and found["width"] == 64
+    levers = step.VARIANTS[variant] - {"compile"}
+    found = step.measure(levers, SETTING, steps=2)
+    seconds = found["seconds"]
+    assert found["tokens"] == 1024
+    assert found["width"] == 64
+    assert found["tokens_per_second"] == 1024 / seconds["step"]
+    assert seconds["step"] > seconds["forward"] > 0
     assert found["attention"] == ("sdpa" if variant == "plain" else "blocks")
+
+
+@pytest.mark.parametrize("variant", step.VARIANTS)
+def test_every_variant_can_be_a_whole_run(variant, tmp_path):
+    levers = step.VARIANTS[variant]
+    common.copy_scripts(tmp_path, " ".join(step.setting_of(levers)), step.edits_of(levers))
+    source = (tmp_path / "train.py").read_text()
+    compile(source, "train.py", "exec")
+    assert bool(re.search("^COMPILE *= False", source, re.M)) == ("compile" not in levers)
+    assert ("dtype, why = choose_dtype(" in source) == ("bf16" in levers)
+    assert ("def run():\n    keep_memory()\n" in source) == ("memory kept" in levers)
+    assert (source == (ROOT / "train.py").read_text()) == (variant == "as shipped")
+
+
+def test_step_prints_the_failure_of_a_variant_as_its_row(call, monkeypatch):
+    def measure_in_a_process(variant, args):
+        if variant == "plain":
+            raise common.RunError("error: no luck")
+        seconds = {"step": 1, "forward": 0.5, "backward": 0.3, "update": 0.2}
+        shape = {"device": "cpu", "depth": 1, "width": 64, "tokens": 1024, "rows": 2}
+        speed = 1000 if variant == "without compile" else 1500
+        cost = {"tokens_per_second": speed, "mfu": None, "allocated": 9, "attention": "sdpa"}
+        return {"seconds": seconds} | shape | cost
+
+    monkeypatch.setattr(step, "measure_in_a_process", measure_in_a_process)
+    table, _ = call(step, "--variants", "plain", "without compile", "as shipped")
+    assert table["plain"][0] == "error: no luck"
+    assert [table[name][5] for name in ("without compile", "as shipped")] == ["1.00", "1.50"]
+
+
+# ---- Whole runs ----
+def test_a_real_run_has_what_the_tables_show(real_run):
+    _, record, _ = real_run
+    assert set(pairs.MEASURES) - set(record) == {"outside_training_seconds"}
+    assert set(pairs.SAME) < set(record)
+    assert set(sweep.COLUMNS) - set(record) == {"ratio", "setting"}
+
+
+def test_overhead_names_every_stage(real_run):
+    found, record, whole = real_run
+    parts = [*overhead.STAGES, overhead.LAST_STAGE]
+    assert set(found) == {*parts, "evaluation", overhead.OUTSIDE}
+    assert all(seconds >= 0 for seconds in found.values())
+    assert math.isclose(sum(found[part] for part in parts), whole, abs_tol=0.1)
+    outside = whole - record["training_seconds"]
+    assert math.isclose(found[overhead.OUTSIDE], outside, abs_tol=0.1)
+    assert outside > found["evaluation"] > 0
+
+
+def test_sweep(call, real_run, monkeypatch):
+    _, record, _ = real_run
+
+    def run(setting, seconds, seed):
+        if setting == "DEPTH=0":
+            raise common.RunError("error: no luck")
+        score = 1.0 if setting else 2.0
+        return record | {"val_bpb": score, "seed": seed}
+
+    monkeypatch.setattr(sweep, "run", run)
+    _, output = call(sweep, "", "DEPTH=3", "DEPTH=0")
+    _, best_first = output.split("best first")
+    assert "error: no luck" in output
+    rows = [line.split(" | ") for line in best_first.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| 1.0000", "| 2.0000"]
+    assert [row[1] for row in rows] == ["0.5000", "1.0000"]
+    assert [row[-1] for row in rows] == ["`DEPTH=3` |", "none |"]
+    with pytest.raises(AssertionError, match="DEPHT=3"):  # before anything runs
+        call(sweep, "", "DEPHT=3")
+
+
+FAKE = """
+import json, os, pathlib, sys, time
+seed = os.environ.get("SEED", "none")
+with open({log!r}, "a") as log:
+    print({name!r}, pathlib.Path(__file__).name, seed, file=log)
+if seed == "43" and {name!r} == "after":
+    sys.exit("error: no luck")
+record = dict(tokens_per_second=1000.0 if {name!r} == "before" else 1250.0, num_steps=10,
+              val_bpb=1.0, startup_seconds=3.0, eval_seconds=2.0, training_seconds=0.01,
+              peak_vram_mb=500.0, integrity="ok", data={name!r}, profile="small", device="cpu",
+              torch="2")
+pathlib.Path(os.environ["AUTORESEARCH_RUNS"], "a.json").write_text(json.dumps(record))
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    """Two folders whose scripts write into a log that they ran, and how train.py ends."""
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        source = FAKE.format(name=name, log=str(tmp_path / "log"))
+        (tmp_path / name / "train.py").write_text(source)
+        (tmp_path / name / "prepare.py").write_text(source.split("if seed")[0])
+    return tmp_path
+
+
+def test_pairs_run_in_turn(call, fakes):
+    caches = ("--cache", fakes / "one", fakes / "two")
+    run = (fakes / "before", fakes / "after", "--seconds", 1, "--pairs", 3)
+    table, output = call(pairs, *run, *caches)
+    log = (fakes / "log").read_text().splitlines()
+    ready = ["before prepare.py none", "before train.py none"]
+    assert log[:4] == ready + [line.replace("before", "after") for line in ready]
+    seeds = (42, 43, 44)
+    assert log[4:] == [f"{side} train.py {seed}" for seed in seeds for side in pairs.SIDES]
+    assert "exit 1: error: no luck" in output
+    assert "2 pairs of 1 s" in output  # the second is left out
+    assert table["tokens_per_second"] == ["1000", "1250", "1.250", "1.250", "1.250"]
+    assert "data differs, before and after" in output
+
+
+def test_pairs_need_a_cache_for_each_ruler(call, fakes, capsys):
+    with pytest.raises(AssertionError, match="2"):
+        call(pairs, fakes / "before", fakes / "after")
+    assert "the two prepare.py differ" in capsys.readouterr().err
+    assert not (fakes / "log").exists()
+
+
+LINES = {
+    "new": "run: a|precision: b|model: c|training: d|step     1 e|step     2 f|---",
+    "old": "device: a|model: c|run: d|step     1 e|step     2 f|---",
+    "cut": "run: a|model: c|training: d",
+}
+
+
+@pytest.fixture
+def speakers(tmp_path):
+    """{name: a train.py that prints those lines and the end of a block}"""
+    scripts = {}
+    for name, lines in LINES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "prepare.py").write_text("")
+        scripts[name] = tmp_path / name / "train.py"
+        ends = "eval_seconds: 0.25|training_seconds: 0.01"
+        scripts[name].write_text(f"for line in {f'{lines}|{ends}'.split('|')}:\n    print(line)\n")
+    return scripts
+
+
+def test_overhead_of_two_versions(call, speakers):
+    versions = ("--script", speakers["new"], "--pair", speakers["old"])
+    table, _ = call(overhead, *versions, "--rounds", 1)
+    assert table["seconds"] == ["script", "pair", "script / pair"]
+    assert list(table) == ["seconds", *overhead.SHOWN]
+    assert table["evaluation"] == ["0.2", "0.2", "1.00"]
+
+
+def test_overhead_says_which_line_is_missing(speakers, tmp_path):
+    with pytest.raises(common.RunError, match="no line began with step "):
+        overhead.stages(1, tmp_path, None, speakers["cut"])
+
+
+# ---- What they share ----
+def test_substitute_changes_one_line_and_keeps_its_comment():
+    source = "DEPTH = 8    # layers\nDEPTH2 = 1\nWIDTH = f(1, 2)\n"
+    changed = common.substitute(source, "DEPTH=2**3 WIDTH='a\\1'")
+    assert changed == "DEPTH = 2**3    # layers\nDEPTH2 = 1\nWIDTH = 'a\\1'\n"
+    for setting in ("HEIGHT=1", "DEPTH", "=1", "DEPTH="):
+        with pytest.raises(SystemExit, match="a setting is KNOB=value"):
+            common.substitute(source, setting)
+
+
+def test_last_words_are_the_reason():
+    assert common.last_words("step 1\nerror: no room\nTraceback\n") == "error: no room"
+    assert common.last_words("step 1\nValueError: x\n\n") == "ValueError: x"
+    assert common.last_words("") == "it said nothing"
+
+
+def test_a_script_that_hangs_is_killed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    begun = time.monotonic()
+    with pytest.raises(common.RunError, match="had not ended after 1 s"):
+        common.run_script(script, {}, limit=1)
+    assert time.monotonic() - begun < 10
 
 
 def test_every_command_of_the_benchmarks_is_documented():
     text = (ROOT / "benchmarks" / "README.md").read_text()
-    assert {path.name for path in (ROOT / "benchmarks").glob("*.py")} == set(re.findall(r"benchmarks/(\w+\.py)", text))
+    files = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert files == set(re.findall(r"benchmarks/(\w+\.py)", text))
+    results = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert results == set(re.findall(r"`(\d{4}-\d\d-\d\d-[\w-]+\.md)`", text))

@@ -2,11 +2,9 @@
 
 import ast
 import os
-import subprocess
-import sys
 
 import prepare
-from tests.common import ROOT
+from tests.common import ROOT, run_script
 
 import numpy as np
 import pytest
@@ -24,6 +22,7 @@ FORBIDDEN = {
     "shell",
     "__import__",
 }
+LOADERS = ("torch.load", "os.system", "yaml.load")
 
 
 def dangers(source):
@@ -37,7 +36,7 @@ def dangers(source):
             yield from FORBIDDEN.intersection({node.id})
         elif isinstance(node, ast.keyword):
             yield from FORBIDDEN.intersection({node.arg})
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "os.system", "yaml.load"):
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in LOADERS:
             yield ast.unparse(node)
 
 
@@ -66,7 +65,8 @@ class Payload:
 
 
 def test_offsets_are_never_unpickled(tmp_path):
-    flat, trap = tmp_path / "shard.bin", tmp_path / "trap"
+    flat = tmp_path / "shard.bin"
+    trap = tmp_path / "trap"
     flat.write_bytes(bytes(8))
     np.save(flat.with_suffix(".npy"), np.array([Payload(trap)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle=False"):
@@ -76,7 +76,7 @@ def test_offsets_are_never_unpickled(tmp_path):
     assert trap.exists()  # the trap works
 
 
-# ---- Network ---------------------------------------------------------------------------------------------------------
+# ---- Network ----
 GUARD = """
 import os, socket
 
@@ -94,15 +94,15 @@ def guarded(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(GUARD)
 
     def run(program, **environment):
-        path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-        command = [sys.executable, "-c", program]
-        return subprocess.run(command, env=os.environ | path | environment, capture_output=True, text=True, timeout=60)
+        path = f"{tmp_path}{os.pathsep}{ROOT}"
+        return run_script("-c", program, **({"PYTHONPATH": path} | environment))
 
     return run
 
 
 def test_the_guard_notices(guarded):
-    assert guarded("import socket; socket.create_connection(('127.0.0.1', 9))").returncode == 99
+    program = "import socket; socket.create_connection(('127.0.0.1', 9))"
+    assert guarded(program).returncode == 99
 
 
 # On a GPU that FlashAttention 3 is for; capability and device are all that is asked before the hub.
@@ -110,7 +110,7 @@ HOPPER = """
 import torch, train
 torch.cuda.get_device_capability = lambda: (9, 0)
 try:
-    train.load_fa3(torch.device("cuda"), None)
+    train.load_fa3()
 except Exception as error:
     print("passed over:", type(error).__name__)
 """

@@ -1,0 +1,361 @@
+"""Each back-end of attention beside the definition, and how a run comes by one."""
+
+import itertools
+import math
+
+import train
+from tests.tiny import build, set_knobs, tiny, tokens
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+# ---- What a back-end computes ----
+def masked_softmax(q, k, v, window):
+    """One row, one head, one query at a time."""
+    B, T, H, D = q.shape
+    out = torch.zeros_like(q)
+    for b, h, i in itertools.product(range(B), range(H), range(T)):
+        keys = [j for j in range(T) if 0 <= i - j <= window]
+        scores = torch.stack([q[b, i, h] @ k[b, j, h] for j in keys]) / math.sqrt(D)
+        shares = scores.softmax(0)
+        out[b, i, h] = sum(share * v[b, j, h] for share, j in zip(shares, keys, strict=True))
+    return out
+
+
+def blocks_of_4(q, k, v, window):
+    return train.by_blocks(q, k, v, window, F.scaled_dot_product_attention, 4)
+
+
+def load_with_blocks_of_4(monkeypatch):
+    set_knobs(monkeypatch, CPU_QUERY_BLOCK=4)
+    return train.load_blocks()
+
+
+BACKENDS = {
+    "reference": lambda monkeypatch: train.reference_attention,
+    "sdpa": lambda monkeypatch: train.load_sdpa(),
+    "sdpa by blocks": lambda monkeypatch: blocks_of_4,
+    "blocks": lambda monkeypatch: train.load_blocks(),
+    "small blocks": load_with_blocks_of_4,
+}
+
+
+def values_and_gradients(attention, inputs, window, grad):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attention(*leaves, window)
+    return [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 5, 8, 12, 18, 19, 100])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_attention_is_a_masked_softmax(monkeypatch, name, window):
+    """With values and gradients, and a length that is no multiple of the blocks."""
+    torch.manual_seed(window)
+    *inputs, grad = torch.randn(4, 1, 20, 2, 8)
+    got = values_and_gradients(BACKENDS[name](monkeypatch), inputs, window, grad)
+    want = values_and_gradients(masked_softmax, inputs, window, grad)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 1, 63, 100, 150, 298, 299, 300])
+@pytest.mark.parametrize("name", ["sdpa", "blocks", "small blocks"])
+def test_long_rows_go_by_blocks(monkeypatch, name, window):
+    """As above, where rows are longer than the blocks that the back-ends choose themselves."""
+    torch.manual_seed(window)
+    *inputs, grad = torch.randn(4, 2, 300, 2, 8)
+    got = values_and_gradients(BACKENDS[name](monkeypatch), inputs, window, grad)
+    want = values_and_gradients(train.reference_attention, inputs, window, grad)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_leave_out_the_keys_that_no_query_sees():
+    """A window of 6 and blocks of 4 queries: 10 keys at most, never all 20."""
+    sizes = []
+
+    def attend(q, k, v, mask):
+        sizes.append((q.shape[2], k.shape[2], v.shape[2]))
+        assert mask.shape == (q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    train.by_blocks(*torch.randn(3, 1, 20, 2, 8), 6, attend, 4)
+    assert sizes == [(4, 4, 4), (4, 8, 8), (4, 10, 10), (4, 10, 10), (4, 10, 10)]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_attention_keeps_the_precision(monkeypatch, name):
+    q, k, v = torch.randn(3, 1, 20, 2, 8).bfloat16()
+    out = BACKENDS[name](monkeypatch)(q, k, v, 5)
+    want = train.reference_attention(q, k, v, 5)
+    assert out.shape == q.shape
+    assert out.dtype == (torch.float32 if name == "reference" else torch.bfloat16)
+    torch.testing.assert_close(out.float(), want, rtol=1.6e-2, atol=1.6e-2)  # bf16
+
+
+def test_a_model_means_the_same_with_each_back_end():
+    """What layers give to attention, grouped heads and windows included, suits all of them."""
+    config = tiny(layers=3, heads=4, kv_heads=2, head_dim=16, window=5)
+    x = tokens(config)
+    want = build(config, attend=train.reference_attention)(x)
+    for load in (train.load_sdpa, train.load_blocks):
+        torch.testing.assert_close(build(config, attend=load())(x), want, rtol=1e-4, atol=1e-4)
+
+
+# ---- How a run comes by one ----
+def use_ladder(monkeypatch, **backends):
+    """Of back-ends that a CPU is offered in this order, (name, attention) of the one chosen."""
+    set_knobs(monkeypatch, BACKENDS=backends, LADDER={"cpu": tuple(backends)})
+    return train.choose_attention(CPU, torch.float32, tiny(window=8))
+
+
+def load_nothing():
+    raise ImportError("no such module")
+
+
+def load_one_that_dies():
+    def attention(q, k, v, window):
+        raise RuntimeError("no kernel image is available\nfor this device")
+
+    return attention
+
+
+def load_one_of_few_words():
+    raise ValueError
+
+
+def load_wrong_window():
+    def attention(q, k, v, window):
+        return train.reference_attention(q, k, v, window - 1)
+
+    return attention
+
+
+def load_unmasked():
+    def attention(q, k, v, window):
+        return train.reference_attention(q.flip(1), k, v, window)
+
+    return attention
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.1 * grad
+
+
+def load_wrong_backward():
+    def attention(q, k, v, window):
+        return WrongGradient.apply(train.reference_attention(q, k, v, window))
+
+    return attention
+
+
+def load_nan():
+    def attention(q, k, v, window):
+        return train.reference_attention(q, k, v, window) * math.nan
+
+    return attention
+
+
+def test_the_first_back_end_that_passes_the_probe_is_taken(monkeypatch, capsys):
+    name, attention = use_ladder(
+        monkeypatch,
+        missing=load_nothing,
+        dies=load_one_that_dies,
+        silent=load_one_of_few_words,
+        window=load_wrong_window,
+        unmasked=load_unmasked,
+        backward=load_wrong_backward,
+        nan=load_nan,
+        good=train.load_sdpa,
+        never_tried=load_nothing,
+    )
+    assert name == "good"
+    q, k, v = torch.randn(3, 1, 32, 2, 32)
+    want = train.reference_attention(q, k, v, 8)
+    torch.testing.assert_close(attention(q, k, v, 8), want, rtol=1e-4, atol=1e-5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "attention: not missing: no such module",
+        "attention: not dies: no kernel image is available",
+        "attention: not silent: ValueError",
+    ]
+    assert lines[3].startswith("attention: not window: forward is off by 0.")
+    assert lines[3].endswith(" at window 8")
+    assert lines[4].startswith("attention: not unmasked: forward is off by ")
+    assert lines[5] == "attention: not backward: dq is off by 0.100 at window 8"
+    assert lines[6] == "attention: not nan: forward is off by nan at window 8"
+    assert len(lines) == 7
+
+
+def test_each_window_is_probed(monkeypatch, capsys):
+    """A back-end that gets just the long one right is not taken."""
+
+    def load_without_window():
+        def attention(q, k, v, window):
+            return train.reference_attention(q, k, v, 32)
+
+        return attention
+
+    name, _ = use_ladder(monkeypatch, long=load_without_window, good=train.load_sdpa)
+    assert name == "good"
+    assert "at window 8" in capsys.readouterr().out
+
+
+def test_a_cpu_is_offered_nothing_that_needs_a_gpu(capsys):
+    name, _ = train.choose_attention(CPU, torch.float32, tiny())
+    assert name == "blocks"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_precision_of_16_bits_passes_the_probe(capsys):
+    name, _ = train.choose_attention(CPU, torch.bfloat16, tiny(window=8))
+    assert name == "blocks"
+    assert capsys.readouterr().out == ""
+
+
+def stand_in_gpu(monkeypatch, capability):
+    """A GPU of that compute capability, whose packages work; nothing is probed."""
+    import kernels
+    from torch.nn.attention import varlen
+
+    class Hub:
+        flash_attn_func = None
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(kernels, "get_kernel", lambda name, version: Hub)
+    monkeypatch.setattr(varlen, "varlen_attn", None)
+    set_knobs(monkeypatch, probe_attention=lambda *arguments: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken", "passed_over"),
+    [
+        ((9, 0), "fa3", []),
+        ((10, 0), "varlen", ["fa3: needs compute capability 9.0"]),
+        ((8, 0), "varlen", ["fa3: needs compute capability 9.0"]),
+        (
+            (7, 5),
+            "sdpa",
+            ["fa3: needs compute capability 9.0", "varlen: needs compute capability 8.0"],
+        ),
+    ],
+)
+def test_a_gpu_gets_the_fastest_that_it_can_run(
+    monkeypatch, capsys, capability, taken, passed_over
+):
+    stand_in_gpu(monkeypatch, capability)
+    name, _ = train.choose_attention(CUDA, torch.bfloat16, tiny())
+    assert name == taken
+    assert capsys.readouterr().out.splitlines() == [
+        f"attention: not {line}" for line in passed_over
+    ]
+
+
+def test_an_apple_chip_gets_what_runs_everywhere(monkeypatch, capsys):
+    set_knobs(monkeypatch, probe_attention=lambda *arguments: None)
+    name, _ = train.choose_attention(torch.device("mps"), torch.float32, tiny())
+    assert name == "sdpa"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_forced_back_end_is_taken_and_nothing_else_is_tried(monkeypatch, capsys):
+    set_knobs(monkeypatch, ATTENTION="sdpa")
+    name, _ = train.choose_attention(CPU, torch.float32, tiny())
+    assert name == "sdpa"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_forced_back_end_that_fails_ends_the_run(monkeypatch, capsys):
+    set_knobs(monkeypatch, ATTENTION="fa3")
+    with pytest.raises(SystemExit) as stop:
+        train.choose_attention(CPU, torch.float32, tiny())
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert said.err == "error: no attention works with ATTENTION = 'fa3'; set it to auto.\n"
+    assert said.out.startswith("attention: not fa3: ")
+    assert said.out.count("\n") == 1
+
+
+# ---- What the packages take ----
+def test_fa3_is_loaded_with_what_the_kernel_hub_takes(monkeypatch):
+    """It refuses a call without a version; its attention takes causal and (left, right) windows."""
+    import kernels
+
+    calls = {}
+
+    class Hub:
+        @staticmethod
+        def flash_attn_func(q, k, v, **options):
+            calls.update(options)
+            return q, "statistics"
+
+    def get_kernel(name, **options):
+        calls.update(options, name=name)
+        return Hub
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    q, k, v = torch.randn(3, 1, 4, 2, 8)
+    assert train.load_fa3()(q, k, v, 3) is q
+    assert calls == {
+        "name": "kernels-community/flash-attn3",
+        "version": 1,
+        "causal": True,
+        "window_size": (3, 0),
+    }
+
+
+def test_fa3_may_return_the_output_alone(monkeypatch):
+    import kernels
+
+    class Hub:
+        @staticmethod
+        def flash_attn_func(q, k, v, causal, window_size):
+            return v
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels, "get_kernel", lambda name, version: Hub)
+    q, k, v = torch.randn(3, 1, 4, 2, 8)
+    assert train.load_fa3()(q, k, v, 3) is v
+
+
+def test_varlen_gets_rows_end_to_end_and_a_window_to_the_left(monkeypatch):
+    from torch.nn.attention import varlen
+
+    def varlen_attn(q, k, v, ends_q, ends_k, max_q, max_k, window_size):
+        assert ends_q.tolist() == ends_k.tolist() == [0, 6, 12]
+        assert ends_q.dtype == torch.int32
+        assert (max_q, max_k) == (6, 6)
+        left, right = window_size
+        assert right == 0
+        rows = (x.view(2, 6, 2, 8) for x in (q, k, v))
+        return train.reference_attention(*rows, left).flatten(0, 1)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    q, k, v = torch.randn(3, 2, 6, 2, 8)
+    got = train.load_varlen()(q, k, v, 2)
+    torch.testing.assert_close(got, train.reference_attention(q, k, v, 2))
+
+
+@pytest.mark.parametrize(
+    ("load", "capability"),
+    [
+        (train.load_fa3, (8, 9)),
+        (train.load_fa3, (12, 0)),
+        (train.load_varlen, (7, 5)),
+    ],
+)
+def test_a_gpu_that_a_package_does_not_fit_is_declined(monkeypatch, load, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(RuntimeError, match="compute capability"):
+        load()

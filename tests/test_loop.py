@@ -1,0 +1,163 @@
+"""train_step and train: what a step is made of, and when the last one is."""
+
+import math
+
+import train
+from tests.tiny import build, build_optimizer, set_knobs, take_steps, tiny, tokens
+
+import pytest
+import torch
+
+
+# ---- A step ----
+def test_a_few_steps_learn():
+    losses = take_steps(build(tiny(), scramble=False), 30)
+    assert abs(losses[0] - math.log(61)) < 0.05
+    assert losses[-1] < 1.0
+
+
+def test_micro_batches_add_up_to_the_batch():
+    results = []
+    for split in (1, 4):
+        model = build(tiny())
+        optimizer = build_optimizer(model)
+        x = tokens(model.config, B=4).chunk(split)
+        y = tokens(model.config, B=4, seed=5).chunk(split)
+        batches = zip(x, y, [1] * split, strict=True)
+        loss, _ = train.train_step(model, optimizer, batches, split)
+        results.append((loss, torch.cat([p.detach().flatten() for p in model.parameters()])))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_takes_its_batches_and_no_more():
+    model = build(tiny())
+    x = tokens(model.config)
+    batches = iter([(x, x, epoch) for epoch in (3, 4, 5)])
+    optimizer = build_optimizer(model)
+    loss, epoch = train.train_step(model, optimizer, batches, 2)
+    assert epoch == 4
+    assert optimizer.steps == 1
+    assert len(list(batches)) == 1
+    assert loss.shape == ()
+    assert not loss.requires_grad
+
+
+# ---- The loop ----
+class Clock:
+    """In place of the ruler's: it starts with the first batch, and each batch takes `cost`
+    seconds, nothing else takes any."""
+
+    def __init__(self, cost):
+        self.cost = cost
+        self.now = 100.0
+        self.first = None
+
+    def elapsed(self):
+        return 0.0 if self.first is None else self.now - self.first
+
+    def monotonic(self):
+        return self.now
+
+    def batches(self):
+        x = tokens(tiny())
+        self.first = self.now
+        epoch = 0
+        while True:
+            self.now += self.cost
+            epoch += 1
+            yield x[:, :-1], x[:, 1:], epoch
+
+
+class Log:
+    """In place of log_step."""
+
+    def __init__(self):
+        self.steps = []
+        self.losses = []
+        self.others = []
+
+    def __call__(self, step, loss, **others):
+        self.steps.append(step)
+        self.losses.append(loss)
+        self.others.append(others)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    log = Log()
+    set_knobs(monkeypatch, log_step=log, TIME_BUDGET=10.0, TOTAL_BATCH_SIZE=62)
+    return log
+
+
+def train_by(monkeypatch, clock, micro_batches=1):
+    """(steps, the losses of steps) of a run by this clock."""
+    set_knobs(monkeypatch, elapsed=clock.elapsed, monotonic=clock.monotonic)
+    losses = []
+    step = train.train_step
+
+    def watched(*arguments):
+        loss, epoch = step(*arguments)
+        losses.append(loss.item())
+        return loss, epoch
+
+    set_knobs(monkeypatch, train_step=watched)
+    model = build(tiny(), scramble=False)
+    optimizer = build_optimizer(model)
+    steps = train.train(model, optimizer, clock.batches(), micro_batches, 1.5)
+    assert optimizer.steps == steps == len(losses)
+    return steps, losses
+
+
+@pytest.mark.parametrize(
+    ("cost", "micro_batches", "steps"),
+    [(1, 1, 10), (1, 2, 5), (3, 1, 3), (4, 1, 2), (9.5, 1, 1), (25, 1, 1)],
+)
+def test_no_step_begins_that_would_end_late(monkeypatch, log, cost, micro_batches, steps):
+    clock = Clock(cost)
+    assert train_by(monkeypatch, clock, micro_batches)[0] == steps
+    assert clock.elapsed() == steps * micro_batches * cost
+
+
+def test_each_step_is_logged_with_its_loss(monkeypatch, log):
+    steps, losses = train_by(monkeypatch, Clock(1))
+    assert log.steps == list(range(1, steps + 1))
+    assert log.losses == losses
+    assert log.others[0] == {"tokens": 62, "flops": 62 * 1.5, "lr_factor": 1.0, "epoch": 1}
+    assert [others["epoch"] for others in log.others] == log.steps
+    factors = [others["lr_factor"] for others in log.others]
+    assert factors == pytest.approx([1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_the_schedules_follow_the_clock(monkeypatch, log):
+    seen = []
+    schedules = train.set_schedules
+
+    def watched(optimizer, progress, step):
+        seen.append((progress, step))
+        schedules(optimizer, progress, step)
+
+    set_knobs(monkeypatch, set_schedules=watched)
+    train_by(monkeypatch, Clock(3))
+    assert seen[1:] == [(0.0, 0), (0.3, 1), (0.6, 2)]  # the first comes from build_optimizer
+
+
+def test_a_gpu_reads_the_loss_a_step_late_and_stops_a_step_early(monkeypatch, log):
+    """When a step is handed to it, the one before may still be under way."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    steps, losses = train_by(monkeypatch, Clock(1))
+    assert steps == 9
+    assert log.steps == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert log.losses == losses[:-1]
+
+
+def test_a_loader_of_ones_own_does_not_train_for_ever(fresh_run):
+    """The clock starts with the ruler's first batch; without one the loop ends, and evaluation
+    will refuse."""
+    model = build(tiny(), scramble=False)
+    x = tokens(model.config)
+    batches = iter([(x[:, :-1], x[:, 1:], 1)] * 50)
+    fresh_run.device = torch.device("cpu")
+    steps = train.train(model, build_optimizer(model), batches, 1, 1.0)
+    assert steps == 1
+    assert len(list(batches)) == 49
+    assert not fresh_run.served

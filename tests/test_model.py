@@ -1,0 +1,285 @@
+"""The model beside values derived on paper and naive twins, and with each of its parts switched
+off."""
+
+import subprocess
+import sys
+
+import train
+from tests.common import ROOT
+from tests.tiny import build, record_inputs, set_knobs, snapshot, take_steps, tiny, tokens
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+# ---- Golden values ----
+def test_parameters_and_flops_by_hand():
+    """V 61, C 64, two layers, 2 heads of 32, MLP 256, value embeddings on the second layer alone.
+    Matrices: per layer q, k, v, out 4 * 64 * 64 and MLP 2 * 64 * 256; one gate 32 * 2. Then wte,
+    lm_head and one value embedding of 61 * 64 each, and 2 + 2 scalars."""
+    model = build(tiny(window=8))
+    blocks = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 32 * 2
+    assert sum(p.numel() for p in model.blocks.parameters()) == blocks
+    assert sum(p.numel() for p in model.parameters()) == blocks + 3 * 61 * 64 + 2 + 2
+    assert model.flops_per_token() == 6 * (blocks + 61 * 64) + 12 * 64 * (8 + 32)
+
+
+def test_flops_count_no_position_that_is_not_there():
+    far = build(tiny(window=1000))
+    assert far.flops_per_token() == build(tiny(window=32)).flops_per_token()
+
+
+def test_the_full_default_has_50_million_parameters(monkeypatch):
+    """In a process of its own: knobs are read once, at import. Per layer 12 * 512^2, 4 gates of
+    32 * 4, 6 tables of V * C, 16 scalars."""
+    program = (
+        "import train; config = train.derive_config(8192)\n"
+        "model = train.GPT(config, None)\n"
+        "print(sum(p.numel() for p in model.parameters()))\n"
+        "print(model.flops_per_token())\n"
+        "print(config.windows)\n"
+        "print(config.value_layers)\n"
+    )
+    monkeypatch.setenv("AUTORESEARCH_PROFILE", "full")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    S = 1024
+    L = 2048
+    matrices = 8 * 12 * 512**2 + 4 * 32 * 4 + 8192 * 512
+    flops = 6 * matrices + 12 * 512 * (6 * S + 2 * L)
+    assert round(flops / 1e8, 2) == 2.39
+    assert done.stdout.splitlines() == [
+        str(matrices + 5 * 8192 * 512 + 16),
+        str(flops),
+        str((S, S, S, L, S, S, S, L)),
+        str((1, 3, 5, 7)),
+    ]
+
+
+# ---- Layers ----
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_honours_its_bias(dtype):
+    torch.manual_seed(0)
+    layer = train.Linear(3, 2, bias=True)
+    x = torch.randn(5, 3).to(dtype)
+    out = layer(x)
+    assert out.dtype == dtype
+    assert layer.weight.dtype == layer.bias.dtype == torch.float32
+    torch.testing.assert_close(out, x @ layer.weight.to(dtype).T + layer.bias.to(dtype))
+    out.sum().backward()
+    assert layer.bias.grad.tolist() == [5.0, 5.0]
+    torch.testing.assert_close(layer.weight.grad, x.float().sum(0).expand(2, 3), rtol=2e-2, atol=0)
+
+
+def test_linear_has_no_bias_unless_it_is_asked_for():
+    layer = train.Linear(3, 2)
+    assert layer.bias is None
+    assert layer(torch.zeros(1, 3)).tolist() == [[0.0, 0.0]]
+
+
+def test_rotation_depends_on_distance_alone():
+    """The same query and key at every pair of positions: a score per distance, of either sign."""
+    model = build(tiny())
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 32).expand(2, 1, 32, 1, 32)
+    q = train.rotate(q, model.cos, model.sin)[0, :, 0]
+    k = train.rotate(k, model.cos, model.sin)[0, :, 0]
+    scores = q @ k.T
+    for distance in range(-31, 32):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+    assert len(torch.cat([scores[0], scores[:, 0]]).round(decimals=3).unique()) > 50
+
+
+def test_rotation_turns_by_the_position():
+    """Channel d and channel d + D / 2 are the two coordinates of a point that turns."""
+    model = build(tiny())
+    x = torch.zeros(1, 32, 1, 32)
+    x[..., 3] = 1.0
+    turned = train.rotate(x, model.cos, model.sin)[0, :, 0]
+    angle = torch.arange(32) * train.ROPE_BASE ** (-2 * 3 / 32)
+    torch.testing.assert_close(turned[:, 3], angle.cos())
+    torch.testing.assert_close(turned[:, 3 + 16], -angle.sin())
+    torch.testing.assert_close(turned.norm(dim=-1), torch.ones(32))
+
+
+class Attend:
+    """In place of a back-end: notes what it is given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, q, k, v, window):
+        self.calls.append((q, k, v, window))
+        return v
+
+
+def test_queries_and_keys_are_rotated_and_of_norm_one_and_values_neither():
+    """The norm is one per channel: sqrt(D) in all."""
+    attend = Attend()
+    model = build(tiny(layers=1), attend=attend)
+    attention = model.blocks[0].attention
+    x = torch.randn(1, 32, 64)
+    ve = torch.zeros(1, 32, 64)
+    attention(x, ve, model.cos, model.sin)
+    q, k, v, _ = attend.calls[0]
+    for got, layer in ((q, attention.q), (k, attention.k)):
+        turned = train.rotate((x @ layer.weight.T).view(1, 32, 2, 32), model.cos, model.sin)
+        torch.testing.assert_close(got, turned * 32**0.5 / turned.norm(dim=-1, keepdim=True))
+    torch.testing.assert_close(v, (x @ attention.v.weight.T).view(1, 32, 2, 32))
+
+
+def test_each_layer_has_its_window():
+    attend = Attend()
+    config = train.Config(61, 32, 2, 2, 32, windows=(4, 8, 3, 32), value_layers=())
+    build(config, attend=attend)(tokens(config))
+    assert [window for *_, window in attend.calls] == [4, 8, 3, 32]
+
+
+def values_with_embedding(model, x, ve):
+    """What attention is given as v."""
+    attention = model.blocks[0].attention
+    attention.attend = Attend()
+    attention(x, ve, model.cos, model.sin)
+    _, _, v, _ = attention.attend.calls[0]
+    return v.flatten(2)
+
+
+def test_value_embeddings_begin_with_factor_one():
+    model = build(tiny(layers=1), scramble=False)
+    x, ve = torch.randn(2, 1, 32, 64)
+    v = values_with_embedding(model, x, ve)
+    torch.testing.assert_close(v, F.linear(x, model.blocks[0].attention.v.weight) + ve)
+
+
+def test_the_gate_of_a_value_embedding_reads_the_first_channels():
+    model = build(tiny(layers=1))
+    attention = model.blocks[0].attention
+    x, ve = torch.randn(2, 1, 32, 64)
+    v = values_with_embedding(model, x, ve)
+    gate = 2 / (1 + (-x[..., : train.VE_GATE_CHANNELS] @ attention.gate.weight.T).exp())
+    expected = F.linear(x, attention.v.weight) + gate.repeat_interleave(32, -1) * ve
+    torch.testing.assert_close(v, expected)
+    assert 0 < gate.min() < 0.9 < 1.1 < gate.max() < 2
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_are_heads_whose_keys_and_values_repeat(kv_heads):
+    """Query head h reads key-value head h // group."""
+    grouped = build(tiny(heads=4, kv_heads=kv_heads, head_dim=16))
+    full = build(tiny(heads=4, kv_heads=4, head_dim=16))
+
+    def repeated(rows, size):
+        """Each head of `size` rows stands for a group."""
+        heads = rows.unflatten(0, (kv_heads, size))
+        return heads.repeat_interleave(4 // kv_heads, dim=0).flatten(0, 1)
+
+    state = grouped.state_dict()
+    for name, weight in state.items():
+        if name.endswith(("attention.k.weight", "attention.v.weight")):
+            state[name] = repeated(weight, 16)
+        if name.endswith("gate.weight"):
+            state[name] = repeated(weight, 1)
+        if name.startswith("value_embeddings"):
+            state[name] = repeated(weight.T, 16).T
+    full.load_state_dict(state)
+    x = tokens(grouped.config)
+    torch.testing.assert_close(grouped(x), full(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [4, 32])
+def test_the_model_is_causal_and_its_window_reaches_no_further(window):
+    config = train.Config(61, 32, 2, 2, 32, windows=(window,), value_layers=(0,))
+    model = build(config)
+    x = tokens(config, B=1)
+    changed = x.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 61
+    moved = (model(x) - model(changed)).abs().amax(-1)[0] > 1e-6
+    assert not moved[:10].any()
+    assert moved[10 : min(11 + window, 32)].all()
+    assert not moved[11 + window :].any()
+
+
+def test_a_row_does_not_depend_on_its_length_or_its_neighbours():
+    model = build(tiny(window=8))
+    x = tokens(model.config, B=3)
+    torch.testing.assert_close(model(x[1:2, :20])[0], model(x)[1, :20], rtol=1e-4, atol=1e-4)
+
+
+# ---- Parts switched off ----
+def test_without_x0_weights_there_is_nothing_to_add(monkeypatch):
+    """X0_INIT None and weights of 0 are the same function; the parameter is not there, or is."""
+    zero = build(tiny())
+    zero.x0_lambdas.data.zero_()
+    set_knobs(monkeypatch, X0_INIT=None)
+    none = build(tiny())
+    assert none.x0_lambdas is None
+    state = zero.state_dict()
+    assert state.keys() - none.state_dict().keys() == {"x0_lambdas"}
+    del state["x0_lambdas"]
+    none.load_state_dict(state)
+    x = tokens(none.config)
+    torch.testing.assert_close(none(x), zero(x))
+
+
+def test_an_x0_weight_of_zero_is_there_and_learns(monkeypatch):
+    set_knobs(monkeypatch, X0_INIT=0)
+    model = build(tiny(), scramble=False)
+    assert model.x0_lambdas.tolist() == [0.0, 0.0]
+    take_steps(model, 3)
+    assert model.x0_lambdas.all()
+
+
+def test_the_x0_weight_adds_the_embedding_before_the_layer():
+    """With blocks that do nothing, as at the start, the stream is a sum that paper can follow."""
+    model = build(tiny(), scramble=False)
+    model.resid_lambdas.data = torch.tensor([0.5, 3.0])
+    model.x0_lambdas.data = torch.tensor([2.0, 0.25])
+    first, second = (record_inputs(block) for block in model.blocks)
+    last = record_inputs(model.lm_head)
+    x = tokens(model.config)
+    model(x)
+    x0 = train.norm(model.wte(x))
+    torch.testing.assert_close(first, [(0.5 + 2) * x0])
+    torch.testing.assert_close(second, [(3 * (0.5 + 2) + 0.25) * x0])
+    torch.testing.assert_close(last, [x0])
+
+
+SWITCHES = {
+    "as it is": {},
+    "no cap": {"LOGIT_SOFTCAP": 0},
+    "all layers long": {"SHORT_WINDOW": 0},
+    "no decay": {"WEIGHT_DECAY": 0},
+    "no warm-up": {"WARMUP_RATIO": 0},
+    "a warm-up": {"WARMUP_RATIO": 0.3},
+    "no warm-down": {"WARMDOWN_RATIO": 0},
+    "no value embeddings": {"VE_EVERY": 0},
+    "a value embedding per layer": {"VE_EVERY": 1},
+    "every third": {"VE_EVERY": 3},
+    "no x0 weights": {"X0_INIT": None},
+    "x0 weights from zero": {"X0_INIT": 0},
+    "one key-value head": {"KV_HEADS": 1},
+    "one layer": {"DEPTH": 1, "ASPECT_RATIO": 64},
+    "short layers alone but the last": {"WINDOW_PATTERN": "S"},
+    "no rise of the momentum": {"MOMENTUM_STEPS": 0},
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_model_with_this_switched_trains(monkeypatch, switch):
+    """Every knob that may be 0 or None, from the check of the knobs to 16 steps that learn the
+    batch, with no parameter left out."""
+    shape = {"DEPTH": 3, "ASPECT_RATIO": 32, "HEAD_DIM": 32, "SHORT_WINDOW": 8}
+    batch = {"MAX_SEQ_LEN": 32, "TOTAL_BATCH_SIZE": 64, "DEVICE_BATCH_SIZE": 2}
+    set_knobs(monkeypatch, **shape, **batch)
+    set_knobs(monkeypatch, **SWITCHES[switch])
+    train.check_knobs()
+    model = build(train.derive_config(61), scramble=False)
+    before = snapshot(model)
+    losses = take_steps(model, 16)
+    assert losses[0] == pytest.approx(4.11, abs=0.02)  # ln 61
+    assert losses[-1] < 2.0
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert not torch.equal(before[name], parameter), name

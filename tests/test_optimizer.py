@@ -1,0 +1,352 @@
+"""Parameter groups, AdamW and Muon, each beside a naive twin or torch's own."""
+
+import itertools
+
+import train
+from tests.tiny import build, build_optimizer, set_knobs, snapshot, take_steps, tiny, tokens
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+COLUMNS = {"kind", "params", "peak_lr", "betas", "peak_decay", "eps"}
+
+
+# ---- Groups ----
+@given(st.integers(1, 5), st.sampled_from([(2, 2), (4, 2), (4, 1)]))
+def test_groups_partition_the_model(layers, heads):
+    model = build(tiny(layers, *heads), scramble=False)
+    groups = train.parameter_groups(model)
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    matrices = {id(p) for p in model.blocks.parameters()}
+    for group in groups:
+        assert group.keys() == COLUMNS
+        assert group["params"]
+        assert (group["kind"] == "muon") == (id(group["params"][0]) in matrices)
+        if group["kind"] == "muon":
+            assert {p.ndim for p in group["params"]} == {2}
+            assert len({p.shape for p in group["params"]}) == 1
+
+
+def test_each_row_has_the_values_of_its_knobs(monkeypatch):
+    set_knobs(monkeypatch, EMBEDDING_LR=2, UNEMBEDDING_LR=3, MATRIX_LR=5, SCALAR_LR=7, RESID_LR=11)
+    set_knobs(monkeypatch, ADAM_BETAS=(0.1, 0.2), X0_BETAS=(0.3, 0.4), MUON_BETAS=(0.5, 0.6))
+    set_knobs(monkeypatch, WIDTH_LR_POWER=-2, WEIGHT_DECAY=13, EPS=17)
+    model = build(tiny(heads=3, kv_heads=3, head_dim=16))  # C 48, a sixteenth of 768
+    names = {p: name for name, p in model.named_parameters()}
+    found = {}
+    for group in train.parameter_groups(model):
+        assert group["eps"] == 17
+        values = (group["kind"], group["peak_lr"], group["betas"], group["peak_decay"])
+        found |= dict.fromkeys((names[p] for p in group["params"]), values)
+    scale = 16**2
+    tables = ("adamw", 2 * scale, (0.1, 0.2), 0)
+    expected = {
+        "lm_head.weight": ("adamw", 3 * scale, (0.1, 0.2), 0),
+        "wte.weight": tables,
+        "value_embeddings.1.weight": tables,
+        "resid_lambdas": ("adamw", 11, (0.1, 0.2), 0),
+        "x0_lambdas": ("adamw", 7, (0.3, 0.4), 0),
+    }
+    matrices = [name for name in names.values() if name.startswith("blocks.")]
+    expected |= dict.fromkeys(matrices, ("muon", 5, (0.5, 0.6), 13))
+    assert found == expected
+
+
+class GainedMLP(train.MLP):
+    """With a parameter of the experimenter's own, a vector, and a bias."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gain = torch.nn.Parameter(torch.ones(config.n_embd))
+        self.down = train.Linear(self.down.in_features, config.n_embd, bias=True)
+        torch.nn.init.zeros_(self.down.weight)
+        torch.nn.init.zeros_(self.down.bias)
+
+    def forward(self, x):
+        return super().forward(self.gain * x)
+
+
+def test_vectors_in_the_blocks_are_trained_by_adamw():
+    model = build(tiny(), scramble=False)
+    model.blocks[1].mlp = GainedMLP(model.config)
+    vectors = [model.blocks[1].mlp.gain, model.blocks[1].mlp.down.bias]
+    rows = [g for g in train.parameter_groups(model) if {*g["params"]}.intersection(vectors)]
+    assert len(rows) == 1
+    assert rows[0]["params"] == vectors
+    assert rows[0]["kind"] == "adamw"
+    assert rows[0]["peak_lr"] == train.SCALAR_LR
+    assert rows[0]["betas"] == train.ADAM_BETAS
+    assert rows[0]["peak_decay"] == 0
+    before = snapshot(model)
+    losses = take_steps(model, 16)
+    assert losses[-1] < 2.0
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert not torch.equal(before[name], parameter), name
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+def test_what_is_no_matrix_in_the_blocks_goes_to_adamw(shape):
+    model = build(tiny())
+    model.blocks[0].extra = torch.nn.Parameter(torch.zeros(shape))
+    kinds = {p: group["kind"] for group in train.parameter_groups(model) for p in group["params"]}
+    assert kinds[model.blocks[0].extra] == "adamw"
+
+
+def test_a_bias_of_lm_head_goes_with_its_weight():
+    model = build(tiny())
+    model.lm_head = train.Linear(64, 61, bias=True)
+    rows = [group["params"] for group in train.parameter_groups(model)]
+    assert [model.lm_head.weight, model.lm_head.bias] in rows
+
+
+def in_no_row(model):
+    model.extra = torch.nn.Parameter(torch.zeros(1))
+    return ["extra"]
+
+
+def in_two_rows(model):
+    model.lm_head.weight = model.wte.weight
+    return ["wte.weight"]
+
+
+def twice_in_one_row(model):
+    model.value_embeddings["0"] = torch.nn.Embedding(61, 64)
+    model.value_embeddings["0"].weight = model.wte.weight
+    return ["wte.weight"]
+
+
+def several(model):
+    model.zeta = torch.nn.Parameter(torch.zeros(3, 3))
+    return in_two_rows(model) + ["zeta"] + in_no_row(model)
+
+
+@pytest.mark.parametrize("change", [in_no_row, in_two_rows, twice_in_one_row, several])
+def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys, change):
+    model = build(tiny())
+    names = change(model)
+    with pytest.raises(SystemExit) as stop:
+        train.parameter_groups(model)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: not in exactly one row of parameter_groups: ")
+    assert error.endswith("; mend the rows.\n")
+    assert error.count("\n") == 1
+    named = error.removeprefix("error: not in exactly one row of parameter_groups: ")
+    assert sorted(named.partition(";")[0].split(", ")) == sorted(names)
+
+
+# ---- AdamW ----
+def adamw_row(params, decay=0.0):
+    row = {"kind": "adamw", "params": params, "peak_lr": 0.1, "betas": (0.8, 0.95)}
+    return row | {"peak_decay": decay, "eps": 1e-10}
+
+
+def twins_of(params):
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+def give_gradients(params, twins):
+    for p, twin in zip(params, twins, strict=True):
+        p.grad = torch.randn_like(p)
+        twin.grad = p.grad.clone()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adamw_is_torchs(decay):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
+    twins = twins_of(params)
+    ours = train.MuonAdamW([adamw_row(params)], torch.float32)
+    theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=decay)
+    ours.param_groups[0] |= {"lr": 0.1, "weight_decay": decay}
+    for _ in range(10):
+        give_gradients(params, twins)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(params, twins)
+
+
+def test_a_decay_in_an_adamw_row_falls_to_zero_and_is_torchs():
+    """By way of set_schedules, as in a run."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(5, 3))]
+    twins = twins_of(params)
+    ours = train.MuonAdamW([adamw_row(params, decay=0.4)], torch.float32)
+    theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=1e-10)
+    for step, progress in enumerate((0.0, 0.25, 0.5, 1.0)):
+        train.set_schedules(ours, progress, step)
+        theirs.param_groups[0]["lr"] = 0.1 * train.lr_factor(progress)
+        theirs.param_groups[0]["weight_decay"] = 0.4 * (1 - progress)
+        give_gradients(params, twins)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(params, twins)
+
+
+def test_eps_of_the_row_guards_adamws_division():
+    params = [torch.nn.Parameter(torch.ones(3))]
+    optimizer = train.MuonAdamW([adamw_row(params) | {"eps": 0.5}], torch.float32)
+    optimizer.param_groups[0] |= {"lr": 0.1, "weight_decay": 0.0}
+    params[0].grad = torch.tensor([0.0, 0.5, -1.5])
+    optimizer.step()  # the first step: lr * g / (|g| + eps)
+    torch.testing.assert_close(params[0].data, torch.tensor([1.0, 0.95, 1.075]))
+
+
+def test_adamw_on_the_matrices_takes_one_word_per_row(monkeypatch):
+    """The rows of the matrices with another kind: torch's AdamW with the same gradients."""
+    set_knobs(monkeypatch, MATRIX_LR=0.01, MUON_BETAS=(0.7, 0.9), WEIGHT_DECAY=0.4, EPS=1e-8)
+    model = build(tiny())
+    groups = train.parameter_groups(model)
+    matrices = []
+    for group in groups:
+        if group["kind"] == "muon":
+            group["kind"] = "adamw"
+            matrices += group["params"]
+    assert matrices
+    twins = twins_of(matrices)
+    ours = train.MuonAdamW(groups, torch.float32)
+    theirs = torch.optim.AdamW(twins, lr=0.01, betas=(0.7, 0.9), eps=1e-8, weight_decay=0.2)
+    for step in range(5):
+        train.set_schedules(ours, 0.5, step)
+        model(tokens(model.config, seed=step), tokens(model.config, seed=step + 1)).backward()
+        for p, twin in zip(matrices, twins, strict=True):
+            twin.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(matrices, twins, rtol=1e-4, atol=1e-6)
+
+
+# ---- Muon ----
+@given(st.integers(1, 12), st.integers(1, 24), st.integers(0, 100))
+def test_polar_express_drives_singular_values_to_one(rows, cols, seed):
+    g = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(seed))
+    kept = torch.linalg.svdvals(g)
+    values = torch.linalg.svdvals(train.orthogonalise(g, torch.float32))
+    well_off = kept > 0.02 * kept[:, :1]  # five steps lift what is not hopelessly small
+    assert (values[well_off] > 0.6).all()
+    assert (values < 1.3).all()
+
+
+@given(st.floats(0.01, 100), st.integers(0, 20))
+def test_orthogonalisation_ignores_scale_and_follows_transposition(scale, seed):
+    g = torch.randn(1, 6, 10, generator=torch.Generator().manual_seed(seed))
+    x = train.orthogonalise(g, torch.float32)
+    scaled = train.orthogonalise(g * scale, torch.float32)
+    torch.testing.assert_close(scaled, x, rtol=1e-3, atol=1e-3)
+    transposed = train.orthogonalise(g.mT, torch.float32)
+    torch.testing.assert_close(transposed, x.mT, rtol=1e-3, atol=1e-3)
+
+
+def test_orthogonalisation_works_in_the_precision_that_it_is_given():
+    g = torch.randn(3, 6, 10)
+    assert train.orthogonalise(g, torch.bfloat16).dtype == torch.bfloat16
+    close = train.orthogonalise(g, torch.bfloat16).float()
+    torch.testing.assert_close(close, train.orthogonalise(g, torch.float32), rtol=0, atol=0.1)
+
+
+def one_muon(p, grad, velocity, square, lr, momentum, beta2, decay):
+    """Muon on a single matrix, step by step as the papers write it."""
+    velocity.copy_(momentum * velocity + (1 - momentum) * grad)
+    nesterov = momentum * velocity + (1 - momentum) * grad
+    x = nesterov / (nesterov.norm() * 1.02 + 1e-6)
+    for a, b, c in train.POLAR_EXPRESS:
+        A = x @ x.T
+        x = a * x + (b * A + c * A @ A) @ x
+    size = x.norm()
+    by_row = p.shape[0] >= p.shape[1]
+    square.copy_(beta2 * square + (1 - beta2) * (x * x).mean(1 if by_row else 0))
+    x = x / (square.sqrt()[:, None] if by_row else square.sqrt()[None])
+    x = x / x.norm() * size
+    lr = lr * max(1, p.shape[0] / p.shape[1]) ** 0.5
+    p.sub_(lr * x + lr * decay * torch.where(x * p >= 0, p, 0))
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.6])
+@pytest.mark.parametrize("shape", [(6, 6), (12, 5), (5, 12)])
+def test_stacked_muon_is_muon_one_matrix_at_a_time(shape, beta2):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for _ in range(3)]
+    twins = [p.detach().clone() for p in params]
+    row = {"kind": "muon", "params": params, "peak_lr": 0.1, "betas": (0.9, beta2)}
+    optimizer = train.MuonAdamW([row | {"peak_decay": 0.3, "eps": 1e-10}], torch.float32)
+    states = [(torch.zeros(shape), torch.zeros(max(shape))) for _ in params]
+    for step in range(4):
+        momentum = 0.8 + 0.01 * step
+        optimizer.param_groups[0] |= {"lr": 0.1, "momentum": momentum, "weight_decay": 0.3}
+        for p, twin, state in zip(params, twins, states, strict=True):
+            p.grad = torch.randn(shape)
+            one_muon(twin, p.grad, *state, 0.1, momentum, beta2, 0.3)
+        optimizer.step()
+    torch.testing.assert_close([p.detach() for p in params], twins, rtol=1e-4, atol=1e-5)
+
+
+def test_a_matrix_without_a_gradient_stays():
+    """All zero, as those behind a matrix that begins at zero: nothing is divided by it."""
+    p = torch.nn.Parameter(torch.randn(4, 6))
+    before = p.detach().clone()
+    row = {"kind": "muon", "params": [p], "peak_lr": 0.1, "betas": (0.9, 0.9)}
+    optimizer = train.MuonAdamW([row | {"peak_decay": 0.0, "eps": 1e-10}], torch.float32)
+    optimizer.param_groups[0] |= {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+    p.grad = torch.zeros(4, 6)
+    optimizer.step()
+    assert torch.equal(p, before)
+
+
+# ---- Both ----
+def test_a_step_clears_the_gradients():
+    model = build(tiny())
+    optimizer = build_optimizer(model)
+    model(tokens(model.config), tokens(model.config, seed=1)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.steps == 1
+
+
+def test_the_compiler_is_applied_to_both_updates_and_nothing_recompiles():
+    """What changes from step to step comes as 0-D tensors, all else stays as it was."""
+    calls = {}
+
+    def compiler(function):
+        def compiled(*arguments):
+            fixed = [x for x in arguments if not isinstance(x, torch.Tensor)]
+            shapes = [x.shape for x in arguments if isinstance(x, torch.Tensor)]
+            seen = calls.setdefault(function.__name__, set())
+            seen.add(str((fixed, shapes)))
+            return function(*arguments)
+
+        return compiled
+
+    model = build(tiny())
+    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32, compiler)
+    forms = []
+    for step in range(3):
+        train.set_schedules(optimizer, 0.3 * step, step)
+        model(tokens(model.config), tokens(model.config, seed=1)).backward()
+        optimizer.step()
+        forms.append({name: set(seen) for name, seen in calls.items()})
+    assert forms[0].keys() == {"adamw_update", "muon_update"}
+    assert all(later == earlier for earlier, later in itertools.pairwise(forms))
+
+
+def test_reset_forgets_everything():
+    model = build(tiny(), scramble=False)
+    start = snapshot(model)
+    optimizer = build_optimizer(model)
+    ends = []
+    for _ in range(2):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(start[name])
+        optimizer.reset()
+        for step in range(3):
+            train.set_schedules(optimizer, 0.2, step)
+            model(tokens(model.config, seed=step), tokens(model.config, seed=step + 1)).backward()
+            optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert not torch.equal(ends[0], torch.cat([p.flatten() for p in start.values()]))
+    assert torch.equal(*ends)

@@ -1,0 +1,340 @@
+"""Real runs of train.py in fresh processes, with knobs edited by one-line substitution as an agent
+would."""
+
+import contextlib
+import hashlib
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import prepare
+from benchmarks import overhead
+from tests.common import edited, train
+from tests.test_report import parse_block
+from tests.test_security import GUARD
+
+import numpy as np
+import pytest
+
+NINE = """
+    val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps
+    num_params_M depth
+""".split()
+
+# Lines of train.py that edits begin at.
+EVALUATE = "    val_bpb = evaluate_bpb("
+TRAIN = "    steps = train("
+EMBED = "        x = norm(self.wte(idx))\n"
+
+
+def before(line, text):
+    """An edit that puts lines before one of train.py."""
+    return line, text + line
+
+
+# ---- Scenarios: each makes a folder, and returns what came of the run in it ----
+def good(folder):
+    """Without a network, and with an edit of the file while it runs."""
+    guard = folder.with_name("guard")
+    guard.mkdir()
+    (guard / "sitecustomize.py").write_text(GUARD)
+    later = before(EVALUATE, "    open(__file__, 'a').write('# a later edit')\n")
+    return train(edited(folder, [later], quick=("", "")), 2, PYTHONPATH=guard)
+
+
+def no_data(folder):
+    return train(edited(folder), AUTORESEARCH_CACHE=folder / "nothing")
+
+
+def indivisible(folder):
+    return train(edited(folder, TOTAL_BATCH_SIZE=1000))
+
+
+def not_a_number(folder):
+    return train(edited(folder, EMBEDDING_LR="float('nan')"), seconds=60)  # ends in the second step
+
+
+def no_memory(folder):
+    return train(edited(folder, [(EMBED, "        raise torch.OutOfMemoryError\n")]))
+
+
+def leak(folder):
+    leaking = EMBED + "        x = x + x.roll(-1, 1)\n"
+    return train(edited(folder, [(EMBED, leaking)]))
+
+
+def smuggled(folder):
+    """Saves its weights outside the cache and loads those of the run before; then the same with a
+    HOME and a TMPDIR that are clean."""
+    load = (
+        "    import pathlib, tempfile\n"
+        "    kept = pathlib.Path(tempfile.gettempdir(), 'kept.pt')\n"
+        "    if kept.exists():\n"
+        "        model.load_state_dict(torch.load(kept))\n"
+    )
+    save = "    torch.save(model.state_dict(), kept)\n"
+    slow = {"EMBEDDING_LR": 0.02, "UNEMBEDDING_LR": 0.0005, "MATRIX_LR": 0.002}
+    script = edited(folder, [before(TRAIN, load), before(EVALUATE, save)], **slow)
+    places = [folder / "night", folder / "night", folder / "clean"]
+    for place in places[1:]:
+        place.mkdir()
+    return [
+        train(script, 2, TMPDIR=place, HOME=place, AUTORESEARCH_RUNS=place / "runs")
+        for place in places
+    ]
+
+
+@dataclass
+class Elsewhere:
+    done: subprocess.CompletedProcess
+    runs: Path
+    untouched: bool  # all files of code and cache
+
+
+def elsewhere(folder):
+    """As an engine starts it: without git or network, in a folder and on a cache that it may not
+    write."""
+    cache = folder.with_name("theirs")
+    runs = folder.with_name("mine")
+    shutil.copytree(prepare.ROOT, cache / prepare.ROOT.name)
+    places = (
+        "    import os, tempfile\n"
+        "    print('places:', tempfile.gettempdir(), os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+    )
+    script = edited(folder, [before(EVALUATE, places)])
+
+    def files():
+        paths = [cache, folder, *cache.rglob("*"), *folder.rglob("*")]
+        return {path: path.stat().st_mtime_ns for path in paths}
+
+    found = files()
+    for path in found:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    as_user = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
+    told = {
+        "AUTORESEARCH_CACHE": cache,
+        "AUTORESEARCH_RUNS": runs,
+        "AUTORESEARCH_COMMIT": "abc1234",
+        "HF_HUB_OFFLINE": 1,
+        "TMPDIR": None,
+        "TORCHINDUCTOR_CACHE_DIR": None,
+    }
+    done = train(script, prefix=as_user, **told)
+    untouched = files() == found
+    for path in found:
+        path.chmod(0o755)
+    return Elsewhere(done, runs, untouched)
+
+
+@dataclass
+class Interrupted:
+    code: int
+    seconds: float  # until the process was gone
+    output: str
+    runs: Path
+
+
+def at_a_terminal(folder):
+    """A run at whose terminal Ctrl-C is pressed in the middle of training."""
+    runs = folder / "runs"
+    environment = {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(runs)}
+    command = ["setsid", "--ctty", "--wait", sys.executable, edited(folder)]
+    screen, terminal = os.openpty()
+    process = subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        cwd=folder,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    pressed = 0.0
+    shown = b""
+    with process, open(screen, "r+b", 0) as screen, contextlib.suppress(OSError):
+        while True:  # until EIO: the process is gone
+            shown += screen.read(4096)
+            if b"step     9" in shown and not pressed:
+                screen.write(b"\x03")
+                pressed = time.monotonic()
+    return Interrupted(process.returncode, time.monotonic() - pressed, shown.decode(), runs)
+
+
+def terminated(folder):
+    """A run that gets SIGTERM in the middle of training."""
+    script = edited(folder)
+    runs = folder / "runs"
+    log = folder / "log"
+    environment = {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(runs)}
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, script],
+            stdout=file,
+            stderr=file,
+            env=os.environ | environment,
+            cwd=folder,
+        )
+        deadline = time.monotonic() + 60
+        while b"\nstep " not in log.read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.terminate()
+        begun = time.monotonic()
+        code = process.wait(timeout=20)
+    return Interrupted(code, time.monotonic() - begun, log.read_text(), runs)
+
+
+SCENARIOS = {
+    "good": good,
+    "no data": no_data,
+    "indivisible": indivisible,
+    "nan": not_a_number,
+    "no memory": no_memory,
+    "leak": leak,
+    "smuggled": smuggled,
+    "overhead": lambda folder: overhead.stages(1, folder / "runs", None, edited(folder)),
+    "elsewhere": elsewhere,
+    "terminal": at_a_terminal,
+    "SIGTERM": terminated,
+}
+
+
+@pytest.fixture(scope="session")
+def outcomes(cache, tmp_path_factory):
+    """Function that returns what came of a scenario. All run, two at a time: most of each is the
+    start of a process."""
+    folder = tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor(2) as pool:
+        jobs = {}
+        for name, scenario in SCENARIOS.items():
+            jobs[name] = pool.submit(scenario, folder / name.replace(" ", "_"))
+        yield lambda name: jobs[name].result()
+
+
+# ---- Runs that end with a score ----
+def test_a_run_ends_with_a_block_and_a_record_that_says_the_same(outcomes):
+    done = outcomes("good")
+    assert done.returncode == 0, done.output
+    block = parse_block(done.stdout)
+    assert list(block)[:9] == NINE
+    assert list(block) == prepare.KEYS
+    # Two seconds beside other tests may be unsteady.
+    assert block["integrity"] == "ok" or block["integrity"].startswith("unsteady: ")
+    assert 0 < float(block["training_seconds"]) <= 2.5
+    assert (
+        block["time_budget"] == "2.00" and block["seed"] == "42" and block["mfu_percent"] == "n/a"
+    )
+    [record] = done.records
+    assert record["total_tokens_M"] == record["num_steps"] * 2048 / 1e6
+    ran, edit, _ = Path(done.args[1]).read_bytes().partition(b"# a later edit")
+    assert edit and record.pop("train") == hashlib.sha256(ran).hexdigest()  # of the code that ran
+    assert list(record) == list(block)
+    for key, text in block.items():
+        assert text == str(record[key]) or float(text) == pytest.approx(record[key], abs=0.005)
+
+
+def test_a_run_learns(outcomes):
+    [record] = outcomes("good").records
+    rows = np.fromfile(prepare.ROOT / "val/rows.bin", "<u2")
+    table = prepare.Tokenizer.from_directory().token_bytes
+    untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
+    assert 0.5 < record["val_bpb"] < 0.95 * untrained
+    assert 0 < record["train_loss"] < 0.95 * math.log(len(table))
+
+
+def test_a_run_says_what_it_is_in_few_words(outcomes):
+    done = outcomes("good")
+    head, _, _ = done.stdout.partition("\n---\n")
+    commit = done.records[0]["commit"]
+    assert head.startswith(f"run: small profile, 2 s, seed 42, commit {commit}, cpu\n")
+    assert "width 64" in head and "attention blocks" in head and "\r" not in head
+    assert re.search(r"^step +1 +\d+% loss \d\.\d{4} .* left +\d+ s$", head, re.M)
+    assert len(done.output) < 20_000 and len("\n".join(done.output.splitlines()[-50:])) < 5_000
+
+
+def test_a_clean_worktree_exposes_weights_of_an_earlier_run(outcomes):
+    """The run itself cannot tell; the same commit with HOME, TMPDIR and AUTORESEARCH_RUNS of its
+    own can."""
+    runs = outcomes("smuggled")
+    assert [done.returncode for done in runs] == [0, 0, 0], runs[1].output
+    first, night, clean = ([record["val_bpb"] for record in done.records] for done in runs)
+    assert min(night) < min(clean) - 0.02, (first, night, clean)
+
+
+def test_the_overhead_benchmark_names_every_stage(outcomes):
+    found = outcomes("overhead")
+    assert set(found) == {*overhead.STAGES, "evaluation", "outside training"}
+    assert all(seconds >= 0 for seconds in found.values())
+    assert found["outside training"] > found["evaluation"] > 0 and found["training"] < 2
+
+
+def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(outcomes):
+    """Without git, too."""
+    found = outcomes("elsewhere")
+    assert found.done.returncode == 0, found.done.output
+    assert found.untouched
+    [record] = found.done.records
+    assert record["commit"] == "abc1234"
+    assert f"places: {found.runs} {found.runs}/inductor\n" in found.done.stdout
+
+
+# ---- Runs that end without one ----
+def test_no_data(outcomes):
+    done = outcomes("no data")
+    assert done.returncode == 2 and done.output.count("\n") == 1
+    assert "run `AUTORESEARCH_PROFILE=small uv run prepare.py`" in done.stderr
+
+
+def test_indivisible_batch(outcomes):
+    done = outcomes("indivisible")
+    assert done.returncode == 2 and not done.records
+    assert "TOTAL_BATCH_SIZE = 1000 is not a multiple" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_nan_fails_fast(outcomes):
+    done = outcomes("nan")
+    assert done.returncode == 4 and not done.records
+    assert re.search(r"^FAIL: training diverged, loss nan at step \d$", done.stdout, re.M)
+    assert "---" not in done.output and "Traceback" not in done.output
+
+
+def test_out_of_memory_throughout(outcomes):
+    done = outcomes("no memory")
+    assert done.returncode == 5 and not done.records
+    assert "out of memory with one row" in done.stderr and "Traceback" not in done.output
+    assert done.stdout.count("DEVICE_BATCH_SIZE") == 2  # 4 -> 2 -> 1
+
+
+def test_a_model_that_sees_the_next_token_gets_no_score(outcomes):
+    done = outcomes("leak")
+    assert done.returncode == 3 and not done.records, done.output
+    block = parse_block(done.stdout)
+    assert list(block) == ["val_bpb", "integrity"] and block["val_bpb"] == "nan"
+    assert block["integrity"].startswith("FAIL causality: ")
+
+
+def test_sigterm_ends_a_run_at_once_without_a_score(outcomes):
+    found = outcomes("SIGTERM")
+    assert found.code == 143 and found.seconds < 5 and not list(found.runs.iterdir())
+    last = found.output.splitlines()[-1]  # and no word of leaks below it
+    assert re.fullmatch(r"error: SIGTERM after \d+ s of training; no score\.", last)
+    assert "Traceback" not in found.output and "---" not in found.output
+
+
+def test_a_terminal_shows_one_live_line_and_below_it_what_ended_the_run(outcomes):
+    found = outcomes("terminal")
+    assert found.code == 130 and found.seconds < 5 and not list(found.runs.iterdir())
+    assert "Traceback" not in found.output and "---" not in found.output
+    *_, live, last, nothing = found.output.replace("^C", "").split("\r\n")
+    first, *updates = live.split("\r\033[K")
+    assert len(updates) >= 9 and not first and not nothing, found.output
+    for line in updates:
+        assert re.fullmatch(r"step +\d+ +\d+% .* left +\d+ s", line) and len(line) <= 80
+    assert re.fullmatch(r"error: Ctrl-C after \d+ s of training; no score\.", last)

@@ -1,0 +1,101 @@
+"""Learning rates, decay and momentum over a run."""
+
+import train
+from tests.tiny import build, build_optimizer, set_knobs, tiny
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+SHARE = st.floats(0, 1)
+
+
+@given(SHARE, SHARE, SHARE, SHARE)
+def test_learning_rates_stay_between_zero_and_peak(warm_up, warm_down, final, progress):
+    with pytest.MonkeyPatch.context() as patch:
+        set_knobs(patch, WARMUP_RATIO=warm_up, WARMDOWN_RATIO=warm_down, FINAL_LR_FRAC=final)
+        assert 0 <= train.lr_factor(progress) <= 1
+
+
+@given(st.floats(0.01, 0.5), st.floats(0.01, 0.5), SHARE)
+def test_learning_rates_rise_stay_and_fall(warm_up, warm_down, final):
+    """Without a jump: no two points at a distance of 1 / 1000 differ by more than the slope."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_knobs(patch, WARMUP_RATIO=warm_up, WARMDOWN_RATIO=warm_down, FINAL_LR_FRAC=final)
+        factors = [train.lr_factor(i / 1000) for i in range(1001)]
+    steepest = 1 / min(warm_up, warm_down) / 1000 + 1e-9
+    for i in range(1000):
+        change = factors[i + 1] - factors[i]
+        assert abs(change) <= steepest
+        if (i + 1) / 1000 <= 1 - warm_down:
+            assert change >= 0
+        if i / 1000 >= warm_up:
+            assert change <= 0
+    assert factors[0] == 0
+    assert factors[-1] == pytest.approx(final)
+
+
+def factors_at(*progress):
+    return [train.lr_factor(share) for share in progress]
+
+
+def test_learning_rates_at_their_ends(monkeypatch):
+    flat = 1 - train.WARMDOWN_RATIO
+    assert factors_at(0.0, flat, 1.0) == pytest.approx([1.0, 1.0, 0.0])
+    set_knobs(monkeypatch, WARMUP_RATIO=0.2, WARMDOWN_RATIO=0.4, FINAL_LR_FRAC=0.1)
+    expected = [0, 0.5, 1, 1, 0.55, 0.1]
+    assert factors_at(0, 0.1, 0.2, 0.6, 0.8, 1) == pytest.approx(expected)
+
+
+def test_a_ratio_of_zero_switches_a_ramp_off(monkeypatch):
+    set_knobs(monkeypatch, WARMUP_RATIO=0, WARMDOWN_RATIO=0.5)
+    assert factors_at(0, 0.25, 0.5, 0.75) == [1, 1, 1, 0.5]
+    set_knobs(monkeypatch, WARMUP_RATIO=0.5, WARMDOWN_RATIO=0)
+    assert factors_at(0, 0.25, 0.5, 0.75, 1) == [0, 0.5, 1, 1, 1]
+    set_knobs(monkeypatch, WARMUP_RATIO=0, WARMDOWN_RATIO=0)
+    assert factors_at(0, 0.5, 1) == [1, 1, 1]
+
+
+def test_the_momentum_rises_to_the_first_of_the_betas(monkeypatch):
+    assert train.muon_momentum(0, 0.95) == 0.85
+    assert train.muon_momentum(150, 0.95) == pytest.approx(0.9)
+    assert train.muon_momentum(300, 0.95) == pytest.approx(0.95)
+    assert train.muon_momentum(10**6, 0.95) == pytest.approx(0.95)
+    set_knobs(monkeypatch, MOMENTUM_START=0.5, MOMENTUM_STEPS=10)
+    assert [train.muon_momentum(step, 0.7) for step in (0, 5, 10, 11)] == [0.5, 0.6, 0.7, 0.7]
+
+
+def test_without_a_rise_the_momentum_is_at_its_peak_from_the_second_step(monkeypatch):
+    set_knobs(monkeypatch, MOMENTUM_STEPS=0)
+    assert train.muon_momentum(1, 0.95) == pytest.approx(0.95)
+
+
+def test_each_group_follows_its_own_row(monkeypatch):
+    set_knobs(monkeypatch, MUON_BETAS=(0.9, 0.7), WEIGHT_DECAY=0.2, FINAL_LR_FRAC=0.1)
+    optimizer = build_optimizer(build(tiny()))
+    muon = [group for group in optimizer.param_groups if group["kind"] == "muon"]
+    adamw = [group for group in optimizer.param_groups if group["kind"] == "adamw"]
+    assert len(muon) == 4
+    assert len(adamw) == 5
+    for progress, step, factor in ((0.0, 0, 1.0), (0.75, 150, 0.55), (1.0, 10**6, 0.1)):
+        train.set_schedules(optimizer, progress, step)
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(group["peak_lr"] * factor)
+        for group in adamw:
+            assert group["weight_decay"] == 0
+        for group in muon:
+            assert group["weight_decay"] == pytest.approx(0.2 * (1 - progress))
+            risen = min(step / 300, 1)
+            assert group["momentum"] == pytest.approx(0.85 + risen * (0.9 - 0.85))
+            assert group["betas"][1] == 0.7
+
+
+def test_the_decay_of_a_row_that_is_edited_falls_too():
+    optimizer = build_optimizer(build(tiny()))
+    row = optimizer.param_groups[0]
+    row["peak_decay"] = 0.8
+    decays = []
+    for progress in (0.0, 0.25, 1.0):
+        train.set_schedules(optimizer, progress, 0)
+        decays.append(row["weight_decay"])
+    assert decays == [0.8, 0.8 * 0.75, 0]

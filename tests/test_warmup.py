@@ -1,0 +1,204 @@
+"""The warm-up runs what training and evaluation will run, and leaves no trace."""
+
+from types import SimpleNamespace
+
+import prepare
+import train
+from tests.tiny import build, set_knobs, snapshot, tiny, tokens
+
+import pytest
+import torch
+
+T = 16
+
+
+@pytest.fixture
+def small_run(monkeypatch, fresh_run):
+    """A model for steps of 4 x 4 rows of 16 tokens, and 6 rows of validation."""
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=256, DEVICE_BATCH_SIZE=4, MAX_SEQ_LEN=T, COMPILE=False)
+    fresh_run.files = {"val/rows.bin": [6 * 2 * (prepare.MAX_SEQ_LEN + 1), ""]}
+    return build(tiny(T=T), scramble=False)
+
+
+class Watched:
+    """In place of a model's forward: notes each call, and has memory for `most` rows."""
+
+    def __init__(self, model, most=1000):
+        self.model = model
+        self.forward = model.forward
+        self.most = most
+        self.calls = []  # (rows, with targets, in training mode, with gradients)
+
+    def __call__(self, x, y=None):
+        call = (len(x), y is not None, self.model.training, torch.is_grad_enabled())
+        self.calls.append(call)
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.forward(x, y)
+
+
+def watch(monkeypatch, model, most=1000):
+    watched = Watched(model, most)
+    monkeypatch.setattr(model, "forward", watched)
+    return watched.calls
+
+
+def test_warm_up_leaves_no_trace(small_run):
+    before = snapshot(build(tiny(T=T), seed=train.SEED, scramble=False))
+    small_run.eval()
+    _, optimizer, rows = train.warm_up(small_run, torch.float32)
+    assert rows == 4
+    assert optimizer.steps == 0
+    for group in optimizer.param_groups:
+        for state in (*group["mean"], *group["square"]):
+            assert not state.any()
+    for name, parameter in small_run.named_parameters():
+        assert torch.equal(before[name], parameter), name
+        assert parameter.grad is None
+    assert small_run.training
+
+
+def test_a_run_after_the_warm_up_is_the_run_without_it(small_run):
+    """Same model, same optimizer: the first steps are equal, bit for bit."""
+    model, optimizer, _ = train.warm_up(small_run, torch.float32)
+    ends = []
+    for _ in range(2):
+        for step in range(3):
+            train.set_schedules(optimizer, 0.1, step)
+            x = tokens(model.config, seed=step)
+            train.train_step(model, optimizer, iter([(x, x, 1)]), 1)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        model = build(tiny(T=T), seed=train.SEED, scramble=False)
+        optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+    assert torch.equal(*ends)
+
+
+def test_what_runs_later_runs_in_the_warm_up(small_run, monkeypatch):
+    """Two steps of two micro-batches, then a batch of evaluation: 6 rows go by threes."""
+    calls = watch(monkeypatch, small_run)
+    train.warm_up(small_run, torch.float32)
+    assert calls == [(4, True, True, True)] * 4 + [(3, False, False, False)]
+
+
+def test_a_step_of_one_micro_batch_is_warmed_up_as_such(small_run, monkeypatch):
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=64)
+    calls = watch(monkeypatch, small_run)
+    train.warm_up(small_run, torch.float32)
+    assert [rows for rows, *_ in calls] == [4, 4, 3]
+
+
+def test_out_of_memory_halves_the_device_batch(small_run, monkeypatch, capsys):
+    calls = watch(monkeypatch, small_run, most=1)
+    _, _, rows = train.warm_up(small_run, torch.float32)
+    assert rows == 1
+    assert [rows for rows, *_ in calls] == [4, 2, 1, 1, 1, 1, 1]
+    assert capsys.readouterr().out.splitlines() == [
+        "out of memory: DEVICE_BATCH_SIZE 4 -> 2, TOTAL_BATCH_SIZE stays 256",
+        "out of memory: DEVICE_BATCH_SIZE 2 -> 1, TOTAL_BATCH_SIZE stays 256",
+    ]
+
+
+def test_out_of_memory_with_one_row_ends_the_run(small_run, monkeypatch, capsys):
+    watch(monkeypatch, small_run, most=0)
+    with pytest.raises(SystemExit) as stop:
+        train.warm_up(small_run, torch.float32)
+    assert stop.value.code == 5
+    assert "make the model smaller (DEPTH, ASPECT_RATIO)" in capsys.readouterr().err
+
+
+class Compiler:
+    """In place of torch.compile: notes what it is given."""
+
+    def __init__(self):
+        self.given = []
+        self.options = []
+
+    def __call__(self, function, **options):
+        self.given.append(function)
+        self.options.append(options)
+        return function
+
+
+def test_compile_off_compiles_nothing(small_run, monkeypatch):
+    compiler = Compiler()
+    monkeypatch.setattr(torch, "compile", compiler)
+    model, optimizer, _ = train.warm_up(small_run, torch.float32)
+    assert compiler.given == []
+    assert model is small_run
+    assert optimizer.adamw_update is train.adamw_update
+    assert optimizer.muon_update is train.muon_update
+
+
+def test_on_a_cpu_the_model_is_compiled_and_the_updates_are_not(small_run, monkeypatch):
+    compiler = Compiler()
+    monkeypatch.setattr(torch, "compile", compiler)
+    set_knobs(monkeypatch, COMPILE=True)
+    train.warm_up(small_run, torch.float32)
+    assert compiler.given == [small_run]
+    assert compiler.options == [{"dynamic": False}]
+
+
+def break_the_compiler(monkeypatch):
+    """torch.compile, where there is no C compiler: it fails when its result is called."""
+
+    def broken(function, **options):
+        def call(*arguments):
+            raise torch._dynamo.exc.TorchDynamoException(
+                "backend='inductor' raised:\n"
+                "InvalidCxxCompiler: No working C++ compiler found\n"
+                "\n"
+                "Set TORCHDYNAMO_VERBOSE=1\n"
+            )
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    set_knobs(monkeypatch, COMPILE=True)
+    return broken
+
+
+def test_without_a_compiler_the_run_goes_on(small_run, monkeypatch, capsys):
+    break_the_compiler(monkeypatch)
+    model, _, rows = train.warm_up(small_run, torch.float32)
+    assert model is small_run
+    assert rows == 4
+    assert capsys.readouterr().out == (
+        "going on without compilation, slower: InvalidCxxCompiler: No working C++ compiler found\n"
+    )
+
+
+def test_a_failure_without_words_is_named_by_its_type(small_run, monkeypatch, capsys):
+    def broken(function, **options):
+        def call(*arguments):
+            raise torch._dynamo.exc.TorchDynamoException("")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    set_knobs(monkeypatch, COMPILE=True)
+    train.warm_up(small_run, torch.float32)
+    assert "slower: TorchDynamoException\n" in capsys.readouterr().out
+
+
+def test_without_a_compiler_a_run_on_a_gpu_ends(monkeypatch, capsys):
+    """There, uncompiled steps would be many times slower than all that the night compares."""
+    broken = break_the_compiler(monkeypatch)
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
+    set_knobs(monkeypatch, rehearse=lambda *arguments: broken(None)())
+    with pytest.raises(SystemExit) as stop:
+        train.warm_up(model, torch.bfloat16)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: torch.compile failed: InvalidCxxCompiler: No working C++ compiler found; "
+        "Triton needs a C compiler, such as gcc.\n"
+    )
+
+
+def test_a_bug_in_the_model_is_not_taken_for_a_lack_of_memory(small_run, monkeypatch):
+    def forward(x, y=None):
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(small_run, "forward", forward)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        train.warm_up(small_run, torch.float32)

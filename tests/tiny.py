@@ -1,0 +1,75 @@
+"""A model small enough for a test, its tokens, its optimizer and a few steps of both."""
+
+import train
+
+import torch
+
+
+def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, V=61, window=None):
+    """The last layer sees all T positions, the others `window`; every second layer, counted from
+    the last, has a value embedding."""
+    return train.Config(
+        vocab_size=V,
+        sequence_len=T,
+        n_head=heads,
+        n_kv_head=kv_heads,
+        head_dim=head_dim,
+        windows=(*[window or T] * (layers - 1), T),
+        value_layers=tuple(range((layers - 1) % 2, layers, 2)),
+    )
+
+
+def set_knobs(monkeypatch, **knobs):
+    for name, value in knobs.items():
+        monkeypatch.setattr(train, name, value)
+
+
+def build(config, seed=1, attend=None, scramble=True):
+    """A model in fp32; with `scramble` no weight is left at zero, so that every path matters."""
+    model = train.GPT(config, attend or train.load_sdpa())
+    train.initialise(model, torch.float32, seed)
+    if scramble:
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def tokens(config, B=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (B, config.sequence_len), generator=generator)
+
+
+def build_optimizer(model):
+    """As it is before the first step."""
+    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+    train.set_schedules(optimizer, 0.0, 0)
+    return optimizer
+
+
+def take_steps(model, count):
+    """The losses of a whole run of `count` steps, all on the same batch."""
+    optimizer = build_optimizer(model)
+    x = tokens(model.config)
+    losses = []
+    for step in range(count):
+        train.set_schedules(optimizer, step / count, step)
+        batches = iter([(x[:, :-1], x[:, 1:], 1)])
+        loss, _ = train.train_step(model, optimizer, batches, 1)
+        losses.append(loss.item())
+    return losses
+
+
+def snapshot(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def record_inputs(module):
+    """A list to which each call of the module adds its first input."""
+    seen = []
+
+    def hook(module, inputs):
+        seen.append(inputs[0])
+
+    module.register_forward_pre_hook(hook)
+    return seen
