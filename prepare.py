@@ -2,13 +2,14 @@
 prepare.py, the ruler of autoresearch: data, tokenizer, loader, clock, metric, report. Nobody edits
 it during a night of research.
 
-    uv run prepare.py                  prepare what this machine's profile needs, or go on with it
-    uv run prepare.py --data-dir DIR   a corpus of your own: parquet files with a column `text`, the
+    uv run prepare.py                  prepare what this machine needs, or resume
+    uv run prepare.py --data-dir DIR   a corpus of your own: parquet files with a column `text`; the
                                        last by name is validation
-    uv run prepare.py --verify         hash and derive again what a score rests on
+    uv run prepare.py --verify         check the cache by hashing it and tokenising samples again
 
-Part 1 is what a run uses, part 2 makes the cache. Importing this file does nothing; torch, which
-takes seconds, is imported where it is needed.
+Two profiles set the sizes: `full` if there is an NVIDIA GPU, else `small`. Part 1 is what a run
+uses, part 2 makes the cache. Importing this file does nothing; torch, which takes seconds, is
+imported where it is needed.
 Exit codes, here and in train.py: 0 good, 1 a bug, 2 set-up or usage, 3 integrity, 4 diverged,
 5 out of memory, 130 and 143 interrupted.
 """
@@ -36,7 +37,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic as _now  # bound here: a later patch of `time` moves nothing
+from time import monotonic as _now  # bound here, so that patching `time` has no effect
 
 import filelock
 import numpy as np
@@ -50,7 +51,7 @@ from tqdm import tqdm
 # ==== Part 1: what a run uses ====
 
 
-# ---- Settings: a change of one of these numbers starts a new results table ----
+# ---- Settings ----
 def stop(sentence, code=2):
     """Ends the process with one sentence on stderr: what is wrong and how to fix it."""
     if sys.stderr.isatty():
@@ -65,7 +66,7 @@ def by_profile(*, full, small):
 
 
 def environment_number(name, default, kind, low, high):
-    """The variable as a number of `kind` with low <= number < high. Ends the process for others."""
+    """The variable as a number of `kind`; ends the process unless low <= number < high."""
     text = os.environ.get(name) or default
     try:
         number = kind(text)
@@ -73,12 +74,12 @@ def environment_number(name, default, kind, low, high):
         number = None
     if number is None or not low <= number < high:
         what = "a whole number" if kind is int else "a number of seconds"
-        stop(f"{name} is {what} from {low:g} to below {high:g}, not {text!r}; change or unset it.")
+        stop(f"{name} is {what} from {low:g} to {high:g}, not {text!r}; change or unset it.")
     return number
 
 
 def gpu_present():
-    """Whether there is an NVIDIA GPU that may be used, told without torch, which takes seconds."""
+    """Whether there is an NVIDIA GPU that may be used, without importing torch to ask."""
     driver = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return any(os.path.exists(path) for path in driver) and not hidden
@@ -91,6 +92,7 @@ if PROFILE not in ("full", "small"):
 TIME_BUDGET = environment_number("AUTORESEARCH_TIME_BUDGET", 300, float, 0.001, 1e9)  # seconds
 SEED = environment_number("SEED", 42, int, 0, 2**63)
 
+# Scores can be compared only between runs that share these.
 MAX_SEQ_LEN = by_profile(full=2048, small=512)  # tokens per row
 EVAL_TOKENS = by_profile(full=40 * 524288, small=2**18)  # validation tokens scored
 VOCAB_SIZE = by_profile(full=8192, small=2048)  # the four special tokens included
@@ -103,6 +105,11 @@ CACHE = (
 )
 ROOT = by_profile(full=CACHE, small=CACHE / "small")
 RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").expanduser().absolute()
+VAL_ROWS = "val/rows.u16"  # packed validation rows, below ROOT; no glob of *.bin meets them
+# Names that other harnesses of this kind import.
+CACHE_DIR = str(ROOT)
+DATA_DIR = str(ROOT / "data")
+TOKENIZER_DIR = str(ROOT / "tokenizer")
 
 # GPT-4's pattern (cl100k_base), but runs of digits are cut at two, not three: a small vocabulary
 # has no room for a thousand numbers.
@@ -112,50 +119,37 @@ SPLIT = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Probes. Honest models, bf16 and routed ones included, moved by 0 to 2e-5 nats on average and by
-# 0.02 at most.
-PROBE_ROWS = 48  # rows that are scored once more
-PROBE_MEAN = 1e-3  # nats that their losses may move on average
-PROBE_PEAK = 0.1  # nats that one of them may move
-NEIGHBOURS = 32  # positions to each side that a position's loss is compared with
+# Limits of `probe`. Honest models, bf16 and mixtures of experts included, moved by at most 2e-5
+# nats on average and 0.02 at one position.
+PROBE_MEAN = 1e-3
+PROBE_PEAK = 0.1
+PROBE_ROWS = by_profile(full=96, small=32)  # at most so many rows are scored again
+NEIGHBOURS = 32  # positions to each side that the loss at a position is compared with
 
-STARTUP_LIMIT = 300  # seconds before the first batch; 90 compile everything anew on a CPU
-DIVERGED = 100  # nats; a loss above ends the run
-PROGRESS_SECONDS = 5  # between two lines of progress, where there is no terminal
+# Limits of `flags`.
+STARTUP_LIMIT = 300  # seconds before the first batch; compiling everything on a CPU takes 90
+EVALUATION_LIMIT = max(300, TIME_BUDGET)  # seconds
+UNSTEADY = 0.10  # relative change of speed within a run
+
+DIVERGED = 100  # nats; a higher loss, or NaN, ends the run
+PROGRESS_SECONDS = 5  # between two lines of progress, if there is no terminal
+
+# What a run may not assign to; checked when it is scored.
+FROZEN = ("TIME_BUDGET", "EVAL_BATCH", "PROBE_ROWS", "PROBE_MEAN", "PROBE_PEAK", "NEIGHBOURS")
+_frozen = {name: globals()[name] for name in FROZEN}
 
 
 # ---- Device ----
 # Dense bf16 peaks in TFLOP/s, from the vendors' data sheets; of two names that fit, the first.
+# None: a laptop's card, whose name contains that of another.
+# fmt: off
 PEAK_TFLOPS = {
-    "GB200": 2500,
-    "B200": 2250,
-    "B100": 1800,
-    "H200 NVL": 836,
-    "H200 PCIe": 836,
-    "H200": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "H800 NVL": 989,
-    "H800": 756,
-    "A100": 312,
-    "A800": 312,
-    "A40": 149.7,
-    "A30": 165,
-    "L40S": 362,
-    "L4": 121,
-    "MI355": 2500,
-    "MI325": 1307,
-    "MI300X": 1307,
-    "MI300A": 980.6,
-    "MI250X": 383,
-    "MI250": 362,
-    "RTX 5090 Laptop": None,
-    "RTX 5090": 209.5,
-    "RTX 4090 Laptop": None,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71,
+    "GB200": 2500, "B200": 2250, "B100": 1800, "H200 NVL": 836, "H200": 989, "H100 NVL": 835,
+    "H100 PCIe": 756, "H100": 989, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "L40S": 362,
+    "L4": 121, "RTX 5090 Laptop": None, "RTX 5090": 209.5, "RTX 4090 Laptop": None,
+    "RTX 4090": 165.2, "RTX 3090": 71,
 }
+# fmt: on
 
 
 def peak_flops(device_name):
@@ -196,18 +190,18 @@ def peak_memory_mb(device):
         reserved = torch.cuda.max_memory_reserved()
         return allocated / 2**20, reserved / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak /= 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes here
+    peak /= 2**20 if sys.platform == "darwin" else 2**10  # bytes on macOS, else KiB
     return peak, peak
 
 
 def other_gpu_processes():
-    """Ids of the processes besides this one that compute on the GPU in use, as far as the driver
-    tells. Exactly one entry of its list is this process, in a container under another id."""
+    """Ids of the other processes that nvidia-smi lists on the GPU in use. Exactly one entry is this
+    process, in a container under an id that it does not know; alone, it is the only one."""
     import torch
 
     if not torch.cuda.is_available():
         return []
-    torch.zeros(1, device="cuda")  # only then does the driver surely list this process
+    torch.zeros(1, device="cuda")  # so that the driver lists this process
     torch.cuda.synchronize()
     # By its UUID, since nvidia-smi numbers the devices its own way.
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
@@ -222,57 +216,73 @@ def other_gpu_processes():
     return [process for process in listed if process != str(os.getpid())]
 
 
-# ---- Manifest: what was prepared ----
+# ---- Files and manifest: a file appears complete or not at all ----
+@contextlib.contextmanager
+def replacing(path):
+    """Yields a file to write, under a name of this process's own. It takes the place of `path` on
+    success only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def sha256(path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_manifest():
-    """{"settings", "corpus", "files", "tokens"}: `corpus`, and `files` made from it, are
-    {path below ROOT: [bytes, sha256]}, `files` empty while unfinished; `tokens` is
-    {shard: its token file}."""
-    manifest = {"settings": {}, "corpus": {}, "files": {}, "tokens": {}}
-    with contextlib.suppress(
-        FileNotFoundError, ValueError, TypeError
-    ):  # unreadable: as good as none
+    """What was prepared: `settings`; the `choice` of corpus on the command line; `corpus`, and
+    `files` made from it, {path below ROOT: [bytes, sha256]}, `files` empty while unfinished;
+    `tokens`, {shard: its token file}."""
+    manifest = {"settings": {}, "choice": {}, "corpus": {}, "files": {}, "tokens": {}}
+    # An unreadable manifest counts as none.
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         manifest |= json.loads((ROOT / "manifest.json").read_text())
     return manifest
 
 
-def find_damaged(recorded, hashed=lambda name: True):
-    """The recorded files that are missing or have another size or, where `hashed` says yes to the
-    name, another sha256."""
+def find_damaged(recorded, hash_all=False):
+    """The recorded files that are missing or have another size or another sha256; only what decides
+    a score is hashed, unless `hash_all`."""
     damaged = []
     for name, (size, digest) in recorded.items():
         path = ROOT / name
         whole = path.is_file() and path.stat().st_size == size
-        if not whole or (hashed(name) and sha256(path) != digest):
+        hashed = hash_all or decides_score(name)
+        if not whole or (hashed and sha256(path) != digest):
             damaged.append(path)
     return damaged
 
 
 def decides_score(name):
     """Whether a score depends on every byte of the file: the tokenizer and the validation rows."""
-    return name.startswith("tokenizer/") or name == "val/rows.bin"
+    return name.startswith("tokenizer/") or name == VAL_ROWS
 
 
 def check_cache():
-    """The manifest of a whole cache that this prepare.py made. Ends the process without one."""
+    """Returns the manifest. Ends the process if the cache is not complete, or of another ruler."""
     manifest = load_manifest()
     if not manifest["files"] or manifest["settings"]["prepare"] != sha256(__file__):
-        command = f"AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py"
-        stop(f"{ROOT} is not prepared by this prepare.py; run `{command}`.")
-    for path in find_damaged(manifest["files"], decides_score):
-        stop(f"{path} is missing or not as it was prepared; run `uv run prepare.py` to restore it.")
-    return manifest
+        problem = f"{ROOT} is not prepared by this prepare.py"
+    else:
+        damaged = find_damaged(manifest["files"])
+        if not damaged:
+            return manifest
+        problem = f"{damaged[0]} is missing or not as it was prepared"
+    return stop(f"{problem}; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
 
 
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}. Four special tokens come right above them; no text
     yields one. `token_bytes`, int32 [V], counts the raw bytes of each token, 0 for special ones.
-    (In a decoded string each part of a character would count three.)"""
+    (Of a decoded token they cannot be counted: a part of a character decodes to one of three.)"""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -298,13 +308,13 @@ class Tokenizer:
     def get_bos_token_id(self):
         return self.special[SPECIAL_TOKENS[0]]
 
-    def encode(self, text, prepend=None):
+    def encode(self, text, prepend=None, num_threads=None):
         """The ids of a str, or of each str in a list, after `prepend`: None, a token id or the name
-        of a special token. Raises ValueError for anything else."""
+        of a special token. Raises ValueError for anything else. `num_threads` is ignored."""
         if not isinstance(text, str):
             return [self.encode(one, prepend) for one in text]
         ids = [] if prepend is None else [self.token_id(prepend)]
-        # In pieces: near a million blanks in a row overflow the stack of the split pattern.
+        # In pieces, since near a million blanks in a row overflow the split pattern's stack.
         for begin in range(0, len(text), 200_000):
             ids += self.encoding.encode_ordinary(text[begin : begin + 200_000])
         return ids
@@ -320,76 +330,142 @@ class Tokenizer:
         return self.encoding.decode(ids)
 
 
+def get_token_bytes(device="cpu"):
+    """Tokenizer.token_bytes as a torch tensor, under the name that other harnesses import."""
+    import torch
+
+    return torch.from_numpy(Tokenizer.from_directory().token_bytes).to(device)
+
+
 # ---- Start ----
 @dataclass
 class Run:
-    """What the ruler knows of the run in this process. Times are those of `_now`."""
+    """The state of the run in this process. Times are those of `_now`."""
 
     imported: float
-    files: dict = field(default_factory=dict)  # of the manifest, when the run began
+    # When it began:
+    files: dict = field(default_factory=dict)  # of the manifest
     commit: str = ""
     train_sha256: str = ""  # of the script that runs
+    prepare_sha256: str = ""
     device: object = None  # torch's
-    beside: list = field(default_factory=list)  # processes on the same GPU, at the beginning
-    served: list = field(default_factory=list)  # (time, tokens) of every batch
-    losses: int = 0  # how many were logged
-    loss: float = 0.0  # smoothed
+    other_processes: list = field(default_factory=list)  # on the same GPU
+    # As it goes on:
+    served: list = field(default_factory=list)  # a Batch each
+    steps: int = 0  # calls of log_step
+    smooth_loss: float = 0.0
+    curve: list = field(default_factory=list)  # the same at 10, 20, ... 100 % of the budget
     last_step: float = 0.0  # when log_step was last called
     last_line: float = -math.inf  # when it last printed
-    stopped: float | None = None  # when evaluation began
-    scored: float | None = None  # when it ended
+    opened: list = field(default_factory=list)  # files of the cache that others than the ruler read
+    reading: bool = False  # whether the ruler itself reads them now
+    # At its end:
+    eval_began: float | None = None  # which stops the clock
+    eval_ended: float | None = None
     val_bpb: float | None = None
+    integrity: str = ""
+    record: Path | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch that was served."""
+
+    time: float
+    rows: int
+    length: int  # tokens per row
+
+    @property
+    def tokens(self):
+        return self.rows * self.length
 
 
 _run = Run(imported=_now())
 
 
-def current_commit():
-    """The short commit of this folder, `+dirty` where tracked files differ; AUTORESEARCH_COMMIT
-    where there is no git."""
-    folder = Path(__file__).parent
-    command = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--dirty=+dirty"]
+def git(*arguments):
+    """What git prints about this folder; None where there is no git or no repository."""
+    command = ["git", "-C", Path(__file__).parent, *arguments]
     try:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def current_commit():
+    """The short commit of this folder, `+dirty` where git status names anything, new files too;
+    AUTORESEARCH_COMMIT where there is no git."""
+    commit = git("rev-parse", "--short", "HEAD")
+    if commit is None:
         return os.environ.get("AUTORESEARCH_COMMIT") or "none"
+    return commit + ("+dirty" if git("status", "--porcelain") else "")
+
+
+@contextlib.contextmanager
+def ruler_reads():
+    """Around the ruler's own reading of the files that `watch_cache` watches."""
+    _run.reading = True
+    try:
+        yield
+    finally:
+        _run.reading = False
+
+
+def watch_cache():
+    """From here on notes every file below val/, tokens/ and data/ that is opened by others than the
+    ruler: a loader of one's own may well meet the validation rows. What pyarrow, torch.from_file or
+    a copy reads is not seen."""
+    watched = tuple(os.path.realpath(ROOT / name) + os.sep for name in ("val", "tokens", "data"))
+
+    def hook(event, arguments):
+        if event != "open" or _run.reading or not _run.files:
+            return
+        path = arguments[0]
+        if isinstance(path, (str, bytes, os.PathLike)):
+            path = os.path.realpath(os.fsdecode(path))
+            if path.startswith(watched) and path not in _run.opened:
+                _run.opened.append(path)
+
+    sys.addaudithook(hook)
 
 
 def begin_run():
-    """Checks the cache and that no other process computes on the GPU, and notes what runs on what;
-    once per process. Ends the process where a run cannot be trusted or is not prepared."""
+    """Checks the cache and that no other process computes on the GPU, records commit and hashes,
+    and watches who reads the data; once per process. Ends the process if there can be no run."""
     if _run.files:
         return
-    files = check_cache()["files"]
+    manifest = check_cache()
     script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook or python -c
     _run.train_sha256 = sha256(script) if script else "none"
+    _run.prepare_sha256 = manifest["settings"]["prepare"]
     _run.commit = current_commit()
     _run.device = training_device()
-    _run.beside = other_gpu_processes()
-    if _run.beside and os.environ.get("AUTORESEARCH_SHARED_GPU") != "1":
+    _run.other_processes = other_gpu_processes()
+    if _run.other_processes and os.environ.get("AUTORESEARCH_SHARED_GPU") != "1":
         stop(
-            f"another process computes on this GPU (nvidia-smi names {', '.join(_run.beside)}); "
-            "let it end, choose another GPU by CUDA_VISIBLE_DEVICES, or set "
-            "AUTORESEARCH_SHARED_GPU=1."
+            "another process computes on this GPU (nvidia-smi names "
+            f"{', '.join(_run.other_processes)}); let it end, choose another GPU by "
+            "CUDA_VISIBLE_DEVICES, or set AUTORESEARCH_SHARED_GPU=1."
         )
-    _run.files = files
+    watch_cache()
+    _run.files = manifest["files"]
 
 
 def start():
-    """To be called first by a training script. Does all that no experiment edits: `begin_run`,
-    folders, signals, a line that says what runs. Returns the torch device."""
+    """To be called first by a training script. Does what no experiment edits: `begin_run`, folders,
+    signals, a line that says what runs. Returns the torch device."""
     begin_run()
     try:
         RUNS.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=RUNS).close()  # if no record can be written: better known now
+        tempfile.TemporaryFile(dir=RUNS).close()  # fail now rather than after training
     except OSError as error:
         stop(f"{error}; free space, or set AUTORESEARCH_RUNS to a writable folder.")
-    if not os.access(CACHE, os.W_OK):  # somebody else's: nothing is written but in RUNS
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(RUNS / "inductor"))
-        os.environ.setdefault("TMPDIR", str(RUNS))
-        tempfile.tempdir = os.environ["TMPDIR"]
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
-    # Where a compiler of CUDA is but no GPU, torch would warn that there is none.
+    shared_cache = not os.access(CACHE, os.W_OK)  # then nothing is written but in RUNS
+    if shared_cache:
+        tempfile.tempdir = os.environ.setdefault("TMPDIR", str(RUNS))
+    inductor = (RUNS if shared_cache else CACHE) / "inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor))
+    # With nvcc but no GPU, torch would print a warning.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     signal.signal(signal.SIGINT, interrupted)
     signal.signal(signal.SIGTERM, interrupted)
@@ -405,23 +481,23 @@ def interrupted(number, frame):
 
 # ---- Loader and clock ----
 def elapsed():
-    """Seconds of training: from the first batch served until evaluate_bpb is called; 0.0 before."""
+    """Seconds of training: from the first batch served until evaluation begins; 0.0 before."""
     if not _run.served:
         return 0.0
-    first, _ = _run.served[0]
-    return (_run.stopped or _now()) - first
+    return (_run.eval_began or _now()) - _run.served[0].time
 
 
 def read_tokens(flat):
     """Yields the documents of a token file, uint16."""
-    tokens = np.memmap(flat, dtype="<u2", mode="r").view(np.ndarray)
-    ends = np.load(flat.with_suffix(".npy")).tolist()
+    with ruler_reads():
+        tokens = np.memmap(flat, dtype="<u2", mode="r").view(np.ndarray)  # quicker to slice
+        ends = np.load(flat.with_suffix(".npy")).tolist()
     for begin, end in itertools.pairwise(ends):
         yield tokens[begin:end]
 
 
 class TrainDocuments:
-    """All training documents, for ever; `epoch` counts the rounds. Shards keep their order, rotated
+    """All training documents, forever; `epoch` counts the passes. Shards keep their order, rotated
     by SEED."""
 
     def __init__(self):
@@ -443,15 +519,15 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
     one at a time. Into what is left of a row goes the longest document that fits whole; where none
     does, the shortest is cut and its tail dropped; of equals, the oldest."""
     source = enumerate(documents)
-    held = {}  # age: document
-    order = []  # (length, age) of each, sorted; a search in it takes constant time, about
+    held = {}  # number: document
+    order = []  # (length, number) of each, sorted
     while True:
         row = np.empty(row_len, dtype=np.uint16)
         filled = 0
         while filled < row_len:
-            for age, document in itertools.islice(source, buffer_docs - len(order)):
-                held[age] = document
-                bisect.insort(order, (len(document), age))
+            for number, document in itertools.islice(source, buffer_docs - len(order)):
+                held[number] = document
+                bisect.insort(order, (len(document), number))
             if not order:
                 return
             space = row_len - filled
@@ -460,17 +536,18 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
             if fitting:
                 longest, _ = order[fitting - 1]
                 place = bisect.bisect_left(order, (longest,))
-            _, age = order.pop(place)
-            document = held.pop(age)[:space]
+            _, number = order.pop(place)
+            document = held.pop(number)[:space]
             row[filled : filled + len(document)] = document
             filled += len(document)
         yield row
 
 
 def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
-    """Yields (inputs, targets, epoch) for ever: int64 [B, T] on the training device, fresh tensors
+    """Yields (inputs, targets, epoch) forever: int64 [B, T] on the training device, fresh tensors
     that share no memory, targets one token ahead; the rows do not depend on B. The first batch
-    starts the clock. Raises ValueError for a split other than "train"."""
+    starts the clock. `tokenizer` is not used: tokens were made at preparation. Raises ValueError
+    for a split other than "train"."""
     if split != "train":
         raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
     begin_run()
@@ -487,11 +564,10 @@ def serve_batches(documents, B, T, buffer_size):
         if _run.device.type == "cuda":
             batch = batch.pin_memory()  # torch keeps it until the copy is done
         batch = batch.to(_run.device, non_blocking=True)
-        # Cloned, since `contiguous` copies nothing of a single row: a change of one tensor would be
-        # a change of the other.
+        # clone, not contiguous, which does not copy a single row: the two would share memory.
         inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
         targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
-        _run.served.append((_now(), B * T))
+        _run.served.append(Batch(_now(), B, T))
         yield inputs, targets, documents.epoch
 
 
@@ -513,56 +589,70 @@ def eval_batch_size(batch_size):
 
 def count_rows(files):
     """The number of packed validation rows."""
-    size, _ = files["val/rows.bin"]
+    size, _ = files[VAL_ROWS]
     return size // (2 * (MAX_SEQ_LEN + 1))
 
 
-def token_losses(model, inputs, targets, vocab_size):
+def model_device(model):
+    """The device of a model's parameters. Raises IntegrityError for what is no module."""
+    for name in ("eval", "parameters"):
+        if not hasattr(model, name):
+            raise IntegrityError(
+                f"model: {type(model).__name__} has no .{name}; pass a torch.nn.Module, or give "
+                "the wrapper that method of the model in it"
+            )
+    return next(model.parameters()).device
+
+
+def token_losses(model, inputs, targets, token_bytes):
     """Cross-entropy in nats, float32 [B, T], of the logits that `model` gives for the tokens
-    `inputs` [B, T], against `targets` [B, T], which it never sees. Raises IntegrityError."""
+    `inputs` [B, T], against `targets` [B, T], which it never sees; 0 where a target has no bytes.
+    Raises IntegrityError."""
     import torch
 
-    device = next(model.parameters()).device
+    device = model_device(model)
     logits = model(torch.from_numpy(inputs.astype(np.int64)).to(device))
     plain = type(logits) is torch.Tensor
     shape = tuple(logits.shape) if plain else type(logits).__name__
-    if not plain or shape[:-1] != targets.shape or shape[-1] < vocab_size:
-        wanted = (*targets.shape, vocab_size)
+    if not plain or shape[:-1] != targets.shape or shape[-1] < len(token_bytes):
+        wanted = (*targets.shape, len(token_bytes))
         raise IntegrityError(f"shape: model(x) returned {shape}, not a plain tensor {wanted}")
-    targets = torch.from_numpy(targets.astype(np.int64)).to(device)
+    on_device = torch.from_numpy(targets.astype(np.int64)).to(device)
     losses = []
-    for row, target in zip(logits, targets, strict=True):  # fp32 of all would be the largest tensor
+    for row, target in zip(
+        logits, on_device, strict=True
+    ):  # fp32 of all would be the largest tensor
         # Not logsumexp minus gather, which cancels: 2**28 added to all logits would score 0.
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
-    return torch.stack(losses).cpu().numpy()
+    losses = torch.stack(losses).cpu().numpy()
+    return np.where(token_bytes[targets] > 0, losses, 0)
 
 
 def draw_cuts(losses, count, rng):
-    """Where `count` rows are cut, int [count] from 1 to T - 1, given the losses of all rows [N, T].
-    A quarter each: log-uniform from the front, where a prefix may see itself; log-uniform from the
-    end; at odd multiples of 16, 32, ... T / 2, where chunks end; and behind the positions whose
-    mean loss is lowest beside the median of their neighbours, as where one sees its target."""
+    """Positions from 1 to T - 1 at which to cut `count` rows, int [count], given the losses of all
+    rows [N, T]. A quarter each are aimed at a kind of leak: near the front, where a prefix may
+    attend both ways; near the end; at odd multiples of 16, 32, ... T / 2, where chunks end; and
+    just after the positions whose mean loss is lowest beside the median of their neighbours', which
+    may see their target."""
     T = losses.shape[1]
-    shares = [len(share) for share in np.array_split(np.arange(count), 4)]
-    front = np.exp(rng.uniform(0, np.log(T), shares[0])).astype(int)
-    end = T - np.exp(rng.uniform(0, np.log(T), shares[1])).astype(int)
-    periods = 2 ** rng.integers(4, max(int(np.log2(T)), 5), shares[2])
-    odd = 2 * rng.integers(0, np.maximum(T // (2 * periods), 1)) + 1
-    chunks = periods * odd
+    front, back, border, drop = (len(part) for part in np.array_split(np.arange(count), 4))
+    front = np.exp(rng.uniform(0, np.log(T), front)).astype(int)
+    back = T - np.exp(rng.uniform(0, np.log(T), back)).astype(int)
+    period = 2 ** rng.integers(4, max(int(np.log2(T)), 5), border)
+    odd = 2 * rng.integers(0, np.maximum(T // (2 * period), 1)) + 1
     mean = losses.mean(axis=0, dtype=np.float64)
     padded = np.pad(mean, NEIGHBOURS, constant_values=np.nan)
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
-    below = np.nanmedian(around, axis=1) - mean
-    behind = np.argsort(-below, kind="stable")[: shares[3]] + 1
-    return np.clip(np.concatenate([front, end, chunks, behind]), 1, T - 1)
+    after_drop = np.argsort(mean - np.nanmedian(around, axis=1), kind="stable")[:drop] + 1
+    return np.clip(np.concatenate([front, back, period * odd, after_drop]), 1, T - 1)
 
 
-def probe(model, rows, losses, size, vocab_size, rng):
-    """{probe: changes in nats} of some rows [N, T + 1] that are scored once more, in batches of
-    `size`, where every other one has other tokens behind a cut. What is before it must not move
-    (causality; the first and the last of those: edges), nor any untouched row (isolation). Where
-    one does, the same batches are scored twice again, as they are (repeatability)."""
+def probe(model, rows, losses, size, token_bytes, rng):
+    """Scores some of the rows [N, T + 1] again, in batches of `size`, three of four with other
+    tokens after a cut. Returns {probe: absolute changes in nats}, all of which should be 0:
+    causality, of the losses before a cut; edges, of the first and the last of those, where a leak
+    would vanish in the mean; isolation, of the rows that were left as they are."""
     count = size * max(1, min(PROBE_ROWS, len(rows)) // size)
     chosen = rng.permutation(len(rows))[:count]
     tokens = rows[chosen]
@@ -571,111 +661,145 @@ def probe(model, rows, losses, size, vocab_size, rng):
         found = []
         for begin in range(0, count, size):
             batch = slice(begin, begin + size)
-            found.append(token_losses(model, inputs[batch, :-1], tokens[batch, 1:], vocab_size))
+            found.append(token_losses(model, inputs[batch, :-1], tokens[batch, 1:], token_bytes))
         return np.concatenate(found)
 
-    position = np.arange(tokens.shape[1])
-    cuts = np.full((count, 1), len(position))  # behind the end: untouched
-    cuts[1::2, 0] = rng.permutation(draw_cuts(losses, count // 2, rng))
-    altered = np.where(position < cuts, tokens, np.roll(tokens, 1, axis=0))
+    is_cut = np.arange(count) % 4 > 0
+    cuts = np.full(count, tokens.shape[1])  # after the end: not cut
+    cuts[is_cut] = rng.permutation(draw_cuts(losses, is_cut.sum(), rng))
+    before_cut = np.arange(tokens.shape[1]) < cuts[:, None]
+    altered = np.where(before_cut, tokens, np.roll(tokens, 1, axis=0))
     moved = np.abs(losses_of(altered) - losses[chosen])
-
-    position = position[:-1]
-    before = position < cuts
-    edges = before & ((position == 0) | (position == cuts - 1))
+    before_cut = before_cut[:, :-1]
+    at_edge = np.zeros_like(before_cut)
+    at_edge[:, 0] = True
+    at_edge[is_cut, cuts[is_cut] - 1] = True
     probes = {
-        "isolation": moved[::2],
-        "causality": moved[1::2][before[1::2]],
-        "edges": moved[1::2][edges[1::2]],
+        "isolation": moved[~is_cut],
+        "causality": moved[is_cut][before_cut[is_cut]],
+        "edges": moved[is_cut][at_edge[is_cut]],
     }
-    if probes["isolation"].mean() > PROBE_MEAN:  # because of the other rows, or by itself?
+    if probes["isolation"].mean() > PROBE_MEAN:
+        # Because of the other rows, or does the model not even repeat itself?
         probes = {"repeatability": np.abs(losses_of(tokens) - losses_of(tokens))} | probes
     return probes
 
 
+LIKELY_MISTAKE = {
+    "repeatability": "is dropout on in evaluation, or does the model learn or remember there?",
+    "isolation": "does a row depend on others of its batch, by a statistic, a scale, a capacity?",
+    "causality": "does a mask, a mean, a filter or a block let a position see later tokens?",
+    "edges": "does something wrap around (roll), or the end of a chunk look one token ahead?",
+}
+
+
 def score(model, rows, token_bytes, batch_size, rng=None):
-    """(bits per byte, {probe: changes in nats}) of `model` over packed rows, uint16 [N, T + 1]: of
-    its logits [B, T, V] for x int64 [B, T], against targets that it never sees, where those stand
-    for bytes; sums in fp64. Rows are scored and probed in an order that `rng` (numpy) draws. Raises
-    IntegrityError."""
+    """(bits per byte, {probe: absolute changes in nats}) of `model` over packed rows, uint16
+    [N, T + 1]. `model` maps int64 [B, T] to logits [B, T, V] and never sees the targets; those
+    without bytes, special tokens, are not counted. `rng` (numpy, by default unpredictable) shuffles
+    the rows and draws the probes. Raises IntegrityError."""
     import torch
 
     rng = np.random.default_rng(rng)
-    vocab_size = len(token_bytes)
     size = largest_divisor(len(rows), min(batch_size, EVAL_BATCH))
+    model_device(model)
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
     model.eval()
     with torch.no_grad():
         for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
-            losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], vocab_size)
+            losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
         broken = np.count_nonzero(~np.isfinite(losses))
         if broken:
             raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
-        probes = probe(model, rows, losses, size, vocab_size, rng)
+        probes = probe(model, rows, losses, size, token_bytes, rng)
     for name, change in probes.items():
         if change.size and not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
             raise IntegrityError(
-                f"{name}: losses moved by {change.mean():.2g} nats, one by {change.max():.2g}"
+                f"{name}: losses moved by {change.mean():.2g} nats, one by {change.max():.2g}; "
+                f"{LIKELY_MISTAKE[name]}"
             )
-    length = token_bytes[rows[:, 1:]]
-    nats = losses.sum(where=length > 0, dtype=np.float64)
-    return nats / (math.log(2) * length.sum(dtype=np.int64)), probes
+    count = token_bytes[rows[:, 1:]].sum(dtype=np.int64)
+    return losses.sum(dtype=np.float64) / (math.log(2) * count), probes
 
 
 def evaluate_bpb(model, tokenizer, batch_size):
     """Bits per byte of `model` over every packed validation row, by `score`. `batch_size` is an
-    upper bound and does not change it. Stops the clock; to be called once. On failure prints
-    `val_bpb: nan` and `integrity: FAIL ...` and exits with 3.
+    upper bound and does not change it. Stops the clock once the model is in evaluation mode and the
+    device has finished; to be called once. Prints an `integrity:` line and writes a record, whether
+    or not `report` follows. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits
+    with 3.
 
     No check inside a process stops determined code, or knows that weights came from an earlier run.
     For that there are --verify and a re-run of the commit in a clean worktree with
     AUTORESEARCH_RUNS, HOME and TMPDIR of its own."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what is still queued is training
     try:
-        if _run.stopped is not None:
+        if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
-        _run.stopped = _now()
+        model_device(model)
+        model.eval()
+        wait_for_device()  # what is still queued is training
+        _run.eval_began = _now()
         if not _run.served:
             raise IntegrityError("loader: make_dataloader never served a batch")
-        for path in find_damaged(_run.files, decides_score):
-            raise IntegrityError(f"data: {path.name} changed since training began")
-        rows = np.fromfile(ROOT / "val" / "rows.bin", dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
+        for name, value in _frozen.items():
+            if globals()[name] != value:
+                raise IntegrityError(f"settings: prepare.{name} was assigned {globals()[name]}")
+        with ruler_reads():
+            damaged = find_damaged(_run.files)
+            if damaged:
+                raise IntegrityError(f"data: {damaged[0].name} changed since training began")
+            rows = np.fromfile(ROOT / VAL_ROWS, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
         token_bytes = Tokenizer.from_directory().token_bytes
         _run.val_bpb, _ = score(model, rows, token_bytes, batch_size)
     except IntegrityError as error:
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
-    _run.scored = _now()
+    _run.eval_ended = _now()
+    _run.integrity = flags()
+    if sys.stdout.isatty():
+        print()  # below the live line
+    print(f"integrity: {_run.integrity}", flush=True)
+    try:
+        write_record(known_stats())
+    except OSError as error:
+        print(f"warning: {error}; free space: the score has no record yet.", file=sys.stderr)
     return _run.val_bpb
 
 
+def wait_for_device():
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 # ---- Progress and report ----
-def log_step(step, loss, *, tokens, flops, lr_factor, epoch):
-    """Notes the loss of a step, in nats, and prints progress: one live line on a terminal, else a
-    line about every five seconds. `tokens` and `flops` are those of a step. Ends the process with 4
-    where training has diverged."""
+def log_step(step, loss, *, tokens, flops_per_token, lr_factor, epoch):
+    """Records the loss of a step, in nats, and prints progress: one live line on a terminal, else a
+    line about every five seconds. `tokens` are those of the step. Exits with 4 if training has
+    diverged."""
     live = sys.stdout.isatty()
     if not loss <= DIVERGED:  # NaN too: no comparison with it holds
         print(f"\nFAIL: training diverged, loss {loss:g} at step {step}", flush=True)
         raise SystemExit(4)
-    _run.losses += 1
-    _run.loss += (loss - _run.loss) * max(0.1, 1 / _run.losses)
+    _run.steps += 1
+    _run.smooth_loss += (loss - _run.smooth_loss) * max(0.1, 1 / _run.steps)
+    tenths = min(int(10 * elapsed() / TIME_BUDGET), 10)
+    _run.curve += [_run.smooth_loss] * (tenths - len(_run.curve))
     now = _now()
-    rate = tokens / (now - (_run.last_step or _run.served[0][0]))
+    seconds = now - _run.last_step if _run.last_step else elapsed()
+    rate = tokens / max(seconds, 1e-9)
     _run.last_step = now
     if not live and now - _run.last_line < PROGRESS_SECONDS:
         return
     _run.last_line = now
     peak = peak_flops(device_name(_run.device))
-    mfu = f"{100 * flops / tokens * rate / peak:.1f}%" if peak else "n/a"
+    mfu = f"{100 * flops_per_token * rate / peak:.1f}%" if peak else "n/a"
     line = (
-        f"step {step:5d} {min(100 * elapsed() / TIME_BUDGET, 100):3.0f}% loss {_run.loss:.4f} "
-        f"lr x{lr_factor:.2f} {rate:7.0f} tok/s mfu {mfu} epoch {epoch} "
-        f"left {TIME_BUDGET - elapsed():3.0f} s"
-    )  # in 80 columns
+        f"step {step:5d} {min(100 * elapsed() / TIME_BUDGET, 100):3.0f}% "
+        f"loss {_run.smooth_loss:.4f} lr x{lr_factor:.2f} {rate:7.0f} tok/s mfu {mfu} "
+        f"epoch {epoch} left {TIME_BUDGET - elapsed():3.0f} s"
+    )  # fits in 80 columns
     if live:
         print(f"\r\033[K{line}", end="", flush=True)
     else:
@@ -684,136 +808,151 @@ def log_step(step, loss, *, tokens, flops, lr_factor, epoch):
 
 KEYS = """
     val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps
-    num_params_M depth train_loss eval_seconds startup_seconds tokens_per_second peak_reserved_mb
-    profile time_budget seed device attention torch commit data prepare integrity
+    num_params_M depth train_loss curve served_tokens_M eval_seconds startup_seconds
+    tokens_per_second peak_reserved_mb profile time_budget seed device attention torch commit data
+    prepare integrity
 """.split()
 
 
-def flags(total_tokens):
+def flags():
     """What a reader must know before comparing this run's number with another's, or `ok`."""
     found = []
-    startup = _run.served[0][0] - _run.imported
+    startup = _run.served[0].time - _run.imported
     if startup > STARTUP_LIMIT:
         found.append(f"startup: {startup:.0f} s, over {STARTUP_LIMIT}")
-    if _run.beside or other_gpu_processes():
+    if _run.other_processes or other_gpu_processes():
         found.append("shared: another process computed on this GPU")
-    if elapsed() > 1.02 * TIME_BUDGET + 2:
+    # Two steps may be queued when the budget ends; without log_step nobody knows how long one is.
+    allowed = 1 + 2 * elapsed() / _run.steps if _run.steps else 2 + 0.02 * TIME_BUDGET
+    if elapsed() > TIME_BUDGET + allowed:
         found.append(f"overtime: {elapsed():.1f} of {TIME_BUDGET:g} s")
-    served = sum(tokens for _, tokens in _run.served)
-    if total_tokens > served:
-        found.append(f"loader: {total_tokens} tokens trained on, {served} served")
-    first, second = speeds(_run.served)
-    if abs(second / first - 1) > 0.10:
-        found.append(f"unsteady: {first:.0f} tokens/s, then {second:.0f}")
+    evaluation = _run.eval_ended - _run.eval_began
+    if evaluation > EVALUATION_LIMIT:
+        found.append(f"evaluation: {evaluation:.0f} s, over {EVALUATION_LIMIT:g}")
+    if _run.opened:
+        names = ", ".join(os.path.relpath(path, ROOT) for path in _run.opened[:3])
+        found.append(f"opened: {len(_run.opened)} files of the cache by the run itself ({names})")
+    first, second = speeds()
+    if abs(second / first - 1) > UNSTEADY:
+        found.append(
+            f"unsteady: {first:.0f} tokens/s, then {second:.0f}; the machine, or the change itself "
+            "if a second run has the same two speeds"
+        )
     return "; ".join(found) or "ok"
 
 
-def speeds(served):
-    """Tokens per second in the first and the second half of the batches, without the first tenth;
-    (1, 1) where they are too few to tell."""
-    served = served[len(served) // 10 :]
-    if len(served) < 20:
+def speeds():
+    """Tokens per second in the first and in the second half of the batches of the commonest shape,
+    without the first tenth of them; (1, 1) where those are too few to tell."""
+    seconds = {}  # from each batch to the next, by shape
+    for batch, after in itertools.pairwise(_run.served):
+        seconds.setdefault((batch.rows, batch.length), []).append(after.time - batch.time)
+    shape = max(seconds, key=lambda shape: len(seconds[shape]), default=None)
+    times = seconds.get(shape, [])
+    times = times[len(times) // 10 :]
+    if len(times) < 20:
         return 1, 1
-    middle = len(served) // 2
-    found = []
-    for half in (served[: middle + 1], served[middle:]):
-        begin, _ = half[0]
-        end, _ = half[-1]
-        found.append(sum(tokens for _, tokens in half[:-1]) / (end - begin))
-    return found
+    tokens = shape[0] * shape[1]
+    middle = len(times) // 2
+    return tokens / np.mean(times[:middle]), tokens / np.mean(times[middle:])
 
 
-def report(val_bpb, *, num_steps, total_tokens, flops_per_token, **stats):
-    """Prints the final block, `---` and then `key: value` lines, writes it with the sha256 of the
-    training script as a JSON record into RUNS, and returns that path. `stats` are further keys.
-    Raises ValueError for a score or a key that is not the training script's to give."""
-    device = device_name(_run.device)
+def known_stats():
+    """What the ruler itself knows of a run that was scored."""
     allocated, reserved = peak_memory_mb(_run.device)
-    peak = peak_flops(device)
-    rate = total_tokens / elapsed()
-    own = {
-        "val_bpb": val_bpb,
+    return {
+        "val_bpb": _run.val_bpb,
         "training_seconds": elapsed(),
         "total_seconds": _now() - _run.imported,
         "peak_vram_mb": allocated,
-        "mfu_percent": 100 * flops_per_token * rate / peak if peak else "n/a",
-        "total_tokens_M": total_tokens / 1e6,
-        "num_steps": num_steps,
-        "train_loss": _run.loss,
-        "eval_seconds": _run.scored - _run.stopped,
-        "startup_seconds": _run.served[0][0] - _run.imported,
-        "tokens_per_second": rate,
+        "num_steps": _run.steps or None,
+        "train_loss": _run.smooth_loss if _run.steps else None,
+        "curve": _run.curve + [_run.smooth_loss] * (10 - len(_run.curve)) if _run.steps else None,
+        "served_tokens_M": sum(batch.tokens for batch in _run.served) / 1e6,
+        "eval_seconds": _run.eval_ended - _run.eval_began,
+        "startup_seconds": _run.served[0].time - _run.imported,
         "peak_reserved_mb": reserved,
         "profile": PROFILE,
         "time_budget": TIME_BUDGET,
         "seed": SEED,
-        "device": device,
+        "device": device_name(_run.device),
         "torch": importlib.metadata.version("torch"),
         "commit": _run.commit,
         "data": hashlib.sha256(json.dumps(_run.files).encode()).hexdigest()[:8],
-        "prepare": sha256(__file__)[:8],
-        "integrity": flags(total_tokens),
+        "prepare": _run.prepare_sha256[:8],
+        "integrity": _run.integrity,
     }
-    if val_bpb != _run.val_bpb or own.keys() & stats.keys():
-        raise ValueError(
-            f"evaluate_bpb returned {_run.val_bpb}; the ruler itself reports {sorted(own)}"
-        )
-    block = own | stats
-    order = [key for key in KEYS if key in block] + [key for key in block if key not in KEYS]
-    block = {key: block[key] for key in order}
-    if sys.stdout.isatty():
-        print()  # below the live line
+
+
+def report(val_bpb, *, num_steps, total_tokens, flops_per_token, **stats):
+    """Prints the final block, `---` and then `key: value` lines, writes it as the JSON record of
+    the run and returns that path. `stats` are further keys. Raises ValueError for a score or a key
+    that is not the training script's to give."""
+    if _run.val_bpb is None or val_bpb != _run.val_bpb:
+        raise ValueError(f"val_bpb is {val_bpb}, but evaluate_bpb returned {_run.val_bpb}")
+    known = known_stats()
+    if known.keys() & stats.keys():
+        raise ValueError(f"the ruler itself reports {sorted(known.keys() & stats.keys())}")
+    rate = total_tokens / elapsed()
+    peak = peak_flops(known["device"])
+    block = known | {
+        "mfu_percent": 100 * flops_per_token * rate / peak if peak else "n/a",
+        "total_tokens_M": total_tokens / 1e6,
+        "num_steps": num_steps,
+        "tokens_per_second": rate,
+    }
+    block |= stats
     print("---")
-    for key, value in block.items():
-        if isinstance(value, float):
-            value = f"{value:.6f}" if key in ("val_bpb", "train_loss") else f"{value:.2f}"
-        print(f"{key}: {value}", flush=True)
-    return write_record(block)
+    for key in sorted(block, key=position_of_key):
+        print(f"{key}: {format_value(key, block[key])}", flush=True)
+    try:
+        return write_record(block)
+    except OSError as error:
+        return stop(f"{error}; free space: the score above has no complete record.")
+
+
+def position_of_key(key):
+    return KEYS.index(key) if key in KEYS else len(KEYS)
+
+
+def format_value(key, value):
+    if value is None:
+        return "n/a"
+    if key in ("val_bpb", "train_loss"):
+        return f"{value:.6f}"
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, list):
+        return " ".join(f"{item:.3f}" for item in value)
+    return value
 
 
 def write_record(block):
-    """Writes the block into RUNS, as a JSON file named by time, commit and seed."""
-    moment = time.strftime("%Y%m%dT%H%M%S")
-    path = RUNS / f"{moment}_{block['commit']}_{SEED}_{os.getpid()}.json"
-    record = block | {"train": _run.train_sha256}
-    for key, value in record.items():
-        if value != value:
-            record[key] = None  # JSON has no NaN
-    try:
-        with replacing(path) as file:
-            file.write(json.dumps(record, indent=1).encode() + b"\n")
-    except OSError as error:
-        stop(f"{error}; free space: the score above has no record.")
-    return path
+    """Writes the block, the hash of the training script and, as null, what is not known into RUNS:
+    one JSON file per run, named by time, commit and seed."""
+    if _run.record is None:
+        moment = time.strftime("%Y%m%dT%H%M%S")
+        _run.record = RUNS / f"{moment}_{_run.commit}_{SEED}_{os.getpid()}.json"
+    record = dict.fromkeys(KEYS) | block | {"train": _run.train_sha256}
+    with replacing(_run.record) as file:
+        file.write(json.dumps(record, indent=1).encode() + b"\n")
+    return _run.record
 
 
 # ==== Part 2: what makes the cache ====
 
 
-# ---- Files: each appears whole or not at all, and the manifest says when all are there ----
-@contextlib.contextmanager
-def replacing(path):
-    """Yields a file to write, under a name of this process's own. It takes the place of `path` on
-    success only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
+# ---- Manifest ----
 def fingerprints(paths):
     """{path below ROOT: [bytes, sha256]}"""
     return {os.path.relpath(path, ROOT): [path.stat().st_size, sha256(path)] for path in paths}
 
 
-def save_manifest(settings, corpus=(), files=(), tokens=None):
+def save_manifest(settings, choice, corpus=(), files=(), tokens=None):
     """Writes the manifest, as load_manifest describes it, of paths; returns it."""
     manifest = {
         "settings": settings,
+        "choice": choice,
         "corpus": fingerprints(corpus),
         "files": fingerprints(files),
         "tokens": tokens or {},
@@ -823,7 +962,7 @@ def save_manifest(settings, corpus=(), files=(), tokens=None):
     return manifest
 
 
-# ---- Shards: parquet files with a column `text`, whatever the corpus; the last is validation ----
+# ---- Shards: parquet files with a column `text`; the last of a corpus is validation ----
 class ShardError(Exception):
     """A shard that cannot be had or read; the message is one sentence that names it."""
 
@@ -866,13 +1005,14 @@ HOPELESS = (400, 401, 403, 404, 410)  # status codes that another try does not c
 
 
 def download(url, path, bar):
-    """Fetches one shard, unless it is there, going on from what `path`.part holds. A body counts if
-    it is as long as announced and opens as a shard: a login page or a cut body never does. Raises
+    """Downloads one shard, unless it is there, resuming from `path`.part. It counts only if it is
+    as long as announced and opens as a shard: a login page or a cut body never does. Raises
     ShardError with the reason."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         with contextlib.suppress(ShardError):
-            return check_shards([path])
+            check_shards([path])
+            return
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ShardError(f"{path.name} (HF_HUB_OFFLINE is set)")
     part = path.with_name(f"{path.name}.part")
@@ -884,21 +1024,21 @@ def download(url, path, bar):
             fetch(url, part, bar)
             check_shards([part])
             os.replace(part, path)
-            return None
+            return
         except requests.RequestException as error:
             reason = str(error).rpartition("Caused by ")[2][:160]
             if error.response is not None and error.response.status_code in HOPELESS:
                 break
         except ShardError as error:
             reason = str(error).partition(";")[0]
-            part.unlink()
+            part.unlink(missing_ok=True)
     part.unlink(missing_ok=True)
     raise ShardError(f"{path.name} ({reason})")
 
 
 def fetch(url, part, bar):
-    """Appends to the file what it lacks of the body. Raises requests.RequestException, also where
-    the body ends early."""
+    """Appends to the file what it lacks of the body. Raises requests.RequestException, also if the
+    body ends early."""
     begin = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity", "Range": f"bytes={begin}-"}
     with requests.get(url, stream=True, timeout=60, headers=headers) as reply:
@@ -912,7 +1052,7 @@ def fetch(url, part, bar):
 
 
 def climbmix(num_shards, workers):
-    """The shards of ClimbMix; downloads those missing. Ends the process where one cannot be had."""
+    """The shards of ClimbMix; downloads those missing. Ends the process if one cannot be."""
     wanted = [ROOT / "data" / f"shard_{i:05d}.parquet" for i in range(num_shards)]
     wanted.append(ROOT / "val" / f"shard_{CLIMBMIX_VAL:05d}.parquet")
     host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
@@ -936,12 +1076,12 @@ def climbmix(num_shards, workers):
     return wanted
 
 
-# ---- The embedded corpus ----
-# Python sources that every installation holds: the standard library's and these packages'.
+# ---- The embedded corpus: Python sources, which every installation holds ----
+# The standard library's and these packages'.
 PACKAGES = """
     filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm
 """.split()
-NOT_TEXT = {"site-packages", "dist-packages", "test", "tests"}  # folders that are passed over
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
 PYTHON_PIECE = 2048  # characters per document at most
 PYTHON_HELD_OUT = 0.05  # of the files
 PYTHON_SHARDS = [*(f"data/python_{i}.parquet" for i in range(8)), "val/python.parquet"]
@@ -956,7 +1096,7 @@ def python_sources():
             files.append((file, Path(file.locate())))
     sources = {}
     for name, file in files:
-        if name.suffix == ".py" and not NOT_TEXT.intersection(name.parts):
+        if name.suffix == ".py" and not SKIPPED_FOLDERS.intersection(name.parts):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 sources.setdefault(file.read_bytes().decode(), name.as_posix())
     return sources
@@ -968,13 +1108,14 @@ def is_held_out(name):
 
 
 def cut_at_lines(text):
-    """Pieces of at most PYTHON_PIECE characters and a line end."""
-    return re.findall(rf"(?s).{{1,{PYTHON_PIECE}}}\n|.{{1,{PYTHON_PIECE}}}", text)
+    """Pieces of at most PYTHON_PIECE characters, cut after a newline if there is one."""
+    piece = f".{{1,{PYTHON_PIECE}}}"  # .{1,2048}
+    return re.findall(f"(?s){piece}\n|{piece}", text)
 
 
 def python_corpus():
-    """The shards of the embedded corpus, those missing written. Files are cut into pieces, since of
-    whole files packing would use 2.5 of 38 million tokens, and pieces shuffled by a hash."""
+    """The shards of the embedded corpus; writes those missing. Files are cut into pieces, since
+    most are longer than a row and packing would drop 35 of 38 million tokens; a hash shuffles."""
     train = []
     val = []
     for text, name in python_sources().items():
@@ -997,11 +1138,11 @@ def python_corpus():
 # ---- Choice of the corpus ----
 @dataclass
 class Corpus:
-    """What a corpus is and how to come by it."""
+    """What a corpus is and how to get it."""
 
-    settings: dict  # where they differ from the manifest's, all is made anew
+    settings: dict  # if they differ from the manifest's, everything is made again
     make_shards: Callable  # returns paths, the last is validation
-    is_made: bool = False  # by ourselves, from nothing that could be unreadable
+    may_be_unreadable: bool = True
 
 
 def choose_corpus(args):
@@ -1013,17 +1154,17 @@ def choose_corpus(args):
             count = CLIMBMIX_VAL
         return Corpus({"climbmix": count}, lambda: climbmix(count, args.download_workers))
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return Corpus({"python": sys.version} | versions, python_corpus, is_made=True)
+    return Corpus({"python": sys.version} | versions, python_corpus, may_be_unreadable=False)
 
 
 def own_corpus(folder):
     if not folder.is_dir():
-        stop(f"{folder} is no folder; give one with two or more *.parquet files.")
+        stop(f"{folder} is not a folder; give one with two or more *.parquet files.")
     files = sorted(folder.glob("*.parquet"))
     if len(files) < 2:
         stop(f"{folder} holds {len(files)} *.parquet files; give a folder of two or more.")
     described = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    return Corpus({"files": described}, lambda: files)
+    return Corpus({"own_files": described}, lambda: files)
 
 
 # ---- Tokenizer training ----
@@ -1058,7 +1199,7 @@ def train_tokenizer(shards, path):
             file.write(base64.b64encode(bytes(token)) + b" %d\n" % rank)
 
 
-# ---- Token cache: a document is tokenised once, here, not in each of a night's hundred runs ----
+# ---- Token cache: documents are tokenised once, not in each of a night's hundred runs ----
 @dataclass(frozen=True)
 class TokenJob:
     """One shard to tokenise, for a process of its own."""
@@ -1093,7 +1234,7 @@ def ignore_interrupts():
 def write_all_tokens(shards, tokenizer):
     """Tokenises the shards in as many processes as there are cores. Returns {shard: token file}."""
     flats = {shard: ROOT / "tokens" / f"{shard.stem}.bin" for shard in shards[:-1]}
-    flats[shards[-1]] = ROOT / "val" / "tokens.bin"
+    flats[shards[-1]] = ROOT / "val" / "tokens.u16"
     jobs = [TokenJob(tokenizer, shard, flat) for shard, flat in flats.items()]
     processes = min(os.cpu_count() or 1, len(jobs))
     with multiprocessing.get_context("spawn").Pool(processes, ignore_interrupts) as pool:
@@ -1104,39 +1245,46 @@ def write_all_tokens(shards, tokenizer):
 
 
 def write_rows(flat):
-    """Writes val/rows.bin, the packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]; returns its
-    path."""
+    """Writes VAL_ROWS, the packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]."""
     wanted = EVAL_TOKENS // MAX_SEQ_LEN
     rows = list(itertools.islice(pack_rows(read_tokens(flat), MAX_SEQ_LEN + 1), wanted))
     count = len(rows) // EVAL_BATCH * EVAL_BATCH
     if count == 0:
         stop(
-            f"validation, the last file, fills {len(rows)} rows of tokens; make it longer: "
-            f"{EVAL_BATCH} is the least."
+            f"the validation file, the last one, fills {len(rows)} rows, but {EVAL_BATCH} is the "
+            "least; make it longer."
         )
     if count < wanted:
         print(f"validation fills {len(rows)} rows: {count} are scored, not {wanted}", flush=True)
-    path = flat.with_name("rows.bin")
-    with replacing(path) as file:
+    with replacing(ROOT / VAL_ROWS) as file:
         for row in rows[:count]:
             file.write(row.astype("<u2").tobytes())
-    return path
 
 
 # ---- Commands ----
+CHOICE = ("corpus", "data_dir", "num_shards")  # options that say which corpus; they are remembered
+
+
 def derived_files():
     """All that is made from a corpus or is the embedded one, whatever the manifest says."""
-    patterns = ("tokenizer/*", "tokens/*", "val/*.bin", "val/*.npy", "*/python*.parquet")
+    patterns = (
+        "tokenizer/*",
+        "tokens/*",
+        "val/*.u16",
+        "val/*.bin",
+        "val/*.npy",
+        "*/python*.parquet",
+    )
     return [path for pattern in patterns for path in ROOT.glob(pattern)]
 
 
 def find_stale(manifest, settings):
     """What must go before the cache can be completed: what is damaged, left over from a killed
-    process or, where the settings differ, all that was derived."""
+    process or, if the settings differ, all that was derived."""
     recorded = manifest["files"]
-    if "files" not in manifest["settings"]:  # a user's own folder is not ours to delete
+    if "own_files" not in manifest["settings"]:  # a user's own folder is not ours to delete
         recorded = manifest["corpus"] | recorded
-    stale = find_damaged(recorded, decides_score)
+    stale = find_damaged(recorded)
     stale += ROOT.rglob(".*.tmp")
     if settings != manifest["settings"]:
         stale += derived_files()
@@ -1144,22 +1292,22 @@ def find_stale(manifest, settings):
 
 
 def prepare(args):
-    """Makes what is missing; whatever the settings no longer fit goes first."""
+    """Deletes what no longer fits the settings, then makes what is missing."""
     manifest = load_manifest()
     corpus = choose_corpus(args)
     settings = corpus.settings | {
         "prepare": sha256(__file__),
         "vocab_size": VOCAB_SIZE,
         "split_pattern": SPLIT,
-        "choice": {key: vars(args)[key] for key in ("corpus", "data_dir", "num_shards")},
     }
+    choice = {key: vars(args)[key] for key in CHOICE}
     stale = find_stale(manifest, settings)
-    if stale or not manifest["files"]:
-        if not corpus.is_made:
-            check_shards(corpus.make_shards())  # fails before anything goes
+    if stale or not manifest["files"] or choice != manifest["choice"]:
+        if corpus.may_be_unreadable:
+            check_shards(corpus.make_shards())  # fails before anything is deleted
         for path in stale:
             path.unlink(missing_ok=True)
-        manifest = build(corpus, settings)
+        manifest = build(corpus, settings, choice)
     shards = len(manifest["corpus"])
     rows = count_rows(manifest["files"])
     print(
@@ -1167,21 +1315,21 @@ def prepare(args):
     )
 
 
-def build(corpus, settings):
-    """Goes through all stages, each of which keeps what is there; returns the manifest."""
-    save_manifest(settings)  # no files: unfinished
+def build(corpus, settings, choice):
+    """Runs all stages, each of which skips what is there; returns the manifest."""
+    save_manifest(settings, choice)  # no files: unfinished
     shards = corpus.make_shards()
     tokenizer = ROOT / "tokenizer" / "tokenizer.tiktoken"
     train_tokenizer(shards[:-1], tokenizer)
     flats = write_all_tokens(shards, tokenizer.parent)
-    rows = write_rows(flats[shards[-1]])
+    write_rows(flats[shards[-1]])
     offsets = [flat.with_suffix(".npy") for flat in flats.values()]
     tokens = {os.path.relpath(k, ROOT): os.path.relpath(v, ROOT) for k, v in flats.items()}
-    return save_manifest(settings, shards, [tokenizer, *flats.values(), *offsets, rows], tokens)
+    files = [tokenizer, *flats.values(), *offsets, ROOT / VAL_ROWS]
+    return save_manifest(settings, choice, shards, files, tokens)
 
 
 VERIFIED_DOCS = 100  # documents per shard whose tokens are derived again
-LARGE_FILE = 10**6  # bytes; one beside prepare.py could carry state from run to run
 
 
 def is_text_of(flat, shard, tokenizer):
@@ -1196,43 +1344,36 @@ def is_text_of(flat, shard, tokenizer):
 
 
 def verify():
-    """Prints what speaks against a score and exits with 3, else with 0: all files are hashed, some
-    tokens derived again, prepare.py is compared with git."""
-    manifest = check_cache()
-    tokenizer = Tokenizer.from_directory()
-    here = Path(__file__).parent
+    """Prints every reason to distrust a score and exits with 3, or with 0 if there is none: hashes
+    all files, tokenises samples again, compares prepare.py with the one that made the cache and
+    with git, names files that nothing recorded."""
+    manifest = load_manifest()
+    if not manifest["files"]:
+        stop(f"{ROOT} is not prepared; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
     recorded = manifest["corpus"] | manifest["files"]
     found = []
-    for path in find_damaged(recorded):
+    if manifest["settings"]["prepare"] != sha256(__file__):
+        found.append("prepare.py is not the one that made this cache; restore it or prepare again")
+    changed = git("status", "--porcelain", "prepare.py")  # None: git cannot tell
+    if changed:
+        found.append("prepare.py differs from the commit; `git restore prepare.py`")
+    damaged = find_damaged(recorded, hash_all=True)
+    for path in damaged:
         found.append(f"{path} is not as recorded; restore or delete it, then prepare again")
-    if not found:
+    if not damaged:
+        tokenizer = Tokenizer.from_directory()
         for shard, flat in manifest["tokens"].items():
             if not is_text_of(ROOT / flat, ROOT / shard, tokenizer):
                 found.append(f"{ROOT / flat} is not the text of {shard}; delete it, prepare again")
-    unchanged = compare_with_git(here)
-    if unchanged is False:
-        found.append("prepare.py differs from the commit; `git restore prepare.py`")
-    for path in here.rglob("*"):
-        folders = path.relative_to(here).parts
-        if ".git" in folders or ".venv" in folders or not path.is_file():
-            continue
-        if path.stat().st_size > LARGE_FILE:
-            found.append(f"{path} could carry state, over 1 MB; move it")
+    for folder in ("data", "val", "tokens", "tokenizer"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and os.path.relpath(path, ROOT) not in recorded:
+                found.append(f"{path} is not recorded anywhere; move or delete it")
     if not found:
-        print(f"verified: {len(recorded)} files" + (", prepare.py" if unchanged else ""))
+        print(f"verified: {len(recorded)} files" + (", prepare.py" if changed == "" else ""))
     for line in found:
         print(line)
     raise SystemExit(3 if found else 0)
-
-
-def compare_with_git(folder):
-    """Whether prepare.py is that of the commit; None where no git tells."""
-    command = ["git", "status", "--porcelain", "prepare.py"]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    except OSError:
-        return None
-    return None if done.returncode else not done.stdout
 
 
 def parse_arguments():
@@ -1260,10 +1401,10 @@ def parse_arguments():
     parser.add_argument(
         "--verify", action="store_true", help="check what a score rests on, change nothing"
     )
-    choice = {}
-    if len(sys.argv) == 1:  # no choice: that of the cache
-        choice = load_manifest()["settings"].get("choice", {})
-    return parser.parse_args(namespace=argparse.Namespace(**choice))
+    args = parser.parse_args()
+    if all(getattr(args, key) == parser.get_default(key) for key in CHOICE):
+        vars(args).update(load_manifest()["choice"])  # none given: that of the cache
+    return args
 
 
 def main():
@@ -1281,7 +1422,7 @@ def main():
     except OSError as error:
         stop(f"{error}; free space, or set AUTORESEARCH_CACHE to a writable folder.")
     except KeyboardInterrupt:
-        stop("interrupted; what is finished stays, run the same command to go on.", 130)
+        stop("interrupted; finished work is kept, run the same command to resume.", 130)
 
 
 if __name__ == "__main__":

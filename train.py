@@ -1,6 +1,6 @@
 """
-train.py, the subject of autoresearch: the whole GPT, MuonAdamW and the training loop. The one file
-that is edited.
+train.py, the subject of autoresearch: the GPT, the MuonAdamW optimizer and the training loop. This
+is the only file that a night of research edits.
 
     uv run train.py              train for TIME_BUDGET seconds, print val_bpb: lower is better
     grep -n '^# ----' train.py   the table of contents
@@ -12,12 +12,12 @@ Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary.
 import gc
 import math
 import sys
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
-from prepare import (
+from prepare import (  # first: its import starts the clock of total_seconds
     MAX_SEQ_LEN,
     SEED,
     TIME_BUDGET,
@@ -37,49 +37,51 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# ---- Knobs: every number worth turning; each profile starts with its own value ----
+# ---- Knobs: every number worth turning; `full` is for a GPU, `small` for anything else ----
 # fmt: off
 # Model
 DEPTH             = by_profile(full=8, small=4)      # layers
 ASPECT_RATIO      = by_profile(full=64, small=48)    # width = DEPTH * this, up to whole heads
 HEAD_DIM          = by_profile(full=128, small=64)   # channels per head
-KV_HEADS          = 0                                # key and value heads; 0: one per query head
-WINDOW_PATTERN    = "SSSL"                           # a letter per layer, repeated; the last is L
-SHORT_WINDOW      = by_profile(full=1024, small=128)  # positions an S layer looks back; 0: all
-MLP_RATIO         = 4                                # hidden channels of the MLP per channel
-ROPE_BASE         = 10000                            # rotary wavelengths reach 2 pi times this
-LOGIT_SOFTCAP     = 15                               # logits stay within +-this; 0: no cap
-VE_EVERY          = 2                                # a value embedding on every n-th layer,
-                                                     # counted from the last; 0: on none
-VE_GATE_CHANNELS  = 32                               # channels that the gate of one reads
+KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
+WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated, the last is L
+SHORT_WINDOW      = by_profile(full=1024, small=128)  # how far back an S layer sees; 0: no limit
+MLP_RATIO         = 4                                # hidden size of the MLP / width
+ROPE_BASE         = 10000                            # base of the rotary embedding (theta)
+LOGIT_SOFTCAP     = 15                               # tanh keeps logits within +-this; 0: off
+VE_EVERY          = 2                                # value embedding on the last layer and every
+                                                     # n-th before it; 0: none
+VE_GATE_CHANNELS  = 32                               # input channels of a value embedding's gate
 # Initialisation
 EMBEDDING_STD     = 1.0                              # wte, normal
 UNEMBEDDING_STD   = 0.001                            # lm_head, normal: the first loss is ln V
-MATRIX_SCALE      = 1.0                              # blocks: uniform up to this * sqrt(3 / C)
-RESID_INIT        = 1.0                              # weight of the stream before each layer
-X0_INIT           = 0.1                              # weight of the embedding, added to the stream
-                                                     # before each layer; None: not added
+MATRIX_SCALE      = 1.0                              # blocks and value embeddings: uniform within
+                                                     # +-this * sqrt(3 / C)
+RESID_INIT        = 1.0                              # resid_lambdas: the stream before each layer
+X0_INIT           = 0.1                              # x0_lambdas: the embedding, added to it there;
+                                                     # None: not added
 # Batch
 TOTAL_BATCH_SIZE  = by_profile(full=2**19, small=2**12)  # tokens per step
-DEVICE_BATCH_SIZE = by_profile(full=128, small=8)    # rows at a time; halved where memory runs out
+DEVICE_BATCH_SIZE = by_profile(full=128, small=8)    # rows at a time; halved if memory runs out
 # Optimizer
 EMBEDDING_LR      = 0.6                              # wte and value embeddings, AdamW
 UNEMBEDDING_LR    = 0.004                            # lm_head, AdamW
 MATRIX_LR         = 0.04                             # matrices in the blocks, Muon
-SCALAR_LR         = 0.5                              # x0 weights; vectors in the blocks; AdamW
-RESID_LR          = 0.005                            # stream weights, AdamW
-WIDTH_LR_POWER    = -0.5                             # tables: lr scales with (C / 768) ** this
+SCALAR_LR         = 0.5                              # x0_lambdas, vectors in the blocks, AdamW
+RESID_LR          = 0.005                            # resid_lambdas, AdamW
+WIDTH_LR_POWER    = -0.5                             # wte, value embeddings, lm_head: lr times
+                                                     # (C / 768) ** this
 WEIGHT_DECAY      = 0.2                              # of the matrices, falls to 0 over the run
-ADAM_BETAS        = (0.8, 0.95)                      # memory of mean and square
-X0_BETAS          = (0.96, 0.95)                     # the same for the x0 weights
-MUON_BETAS        = (0.95, 0.95)                     # momentum; memory of NorMuon's square
-MOMENTUM_START    = 0.85                             # Muon's momentum rises from this
-MOMENTUM_STEPS    = 300                              # within so many steps
-EPS               = 1e-10                            # guards the optimizers' divisions
-# Schedule, in shares of TIME_BUDGET
-WARMUP_RATIO      = 0.0                              # learning rates rise from 0
-WARMDOWN_RATIO    = 0.5                              # at the end they fall to
-FINAL_LR_FRAC     = 0.0                              # this share of their peak
+ADAM_BETAS        = (0.8, 0.95)                      # beta1, beta2
+X0_BETAS          = (0.96, 0.95)                     # the same for x0_lambdas
+MUON_BETAS        = (0.95, 0.95)                     # final momentum, beta2 of NorMuon
+MOMENTUM_START    = 0.85                             # Muon's momentum at step 0
+MOMENTUM_STEPS    = 300                              # steps until it reaches MUON_BETAS[0]
+EPS               = 1e-10                            # of both optimizers
+# Schedule
+WARMUP_RATIO      = 0.0                              # share of TIME_BUDGET in which the lr rises
+WARMDOWN_RATIO    = 0.5                              # share at the end in which it falls
+FINAL_LR_FRAC     = 0.0                              # final lr / peak lr
 # Run
 ATTENTION         = "auto"                           # or fa3, varlen, blocks, sdpa
 CPU_QUERY_BLOCK   = 128                              # queries per block of attention on a CPU
@@ -90,6 +92,8 @@ COMPILE           = True                             # False: slower, errors poi
 # ---- Model ----
 @dataclass(frozen=True)
 class Config:
+    """Sizes that follow from the knobs and the tokenizer; derive_config makes it."""
+
     vocab_size: int
     sequence_len: int
     n_head: int
@@ -112,7 +116,7 @@ def norm(x):
 
 
 class Linear(nn.Linear):
-    """Its weights stay in fp32 for the optimizer and are cast to the precision of x."""
+    """Its weights stay in fp32 for the optimizer and are cast to the dtype of x."""
 
     def __init__(self, in_features, out_features, bias=False):
         super().__init__(in_features, out_features, bias=bias)
@@ -129,8 +133,9 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """With QK-norm (arXiv 2010.04245) after the rotation. In value layers an embedding of the token
-    is added to the values (ResFormer, arXiv 2410.17897), times a gate for each key-value head."""
+    """Causal self-attention, with QK-norm (arXiv 2010.04245) after the rotary embedding. In value
+    layers an embedding of the token is added to the values (ResFormer, arXiv 2410.17897), times a
+    gate for each key-value head."""
 
     def __init__(self, config, layer, attend):
         super().__init__()
@@ -195,6 +200,7 @@ class GPT(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(n_layer))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
+        # In fp32 but used as 0-D, since a weight of shape [1] would turn the stream to fp32.
         self.resid_lambdas = nn.Parameter(torch.empty(n_layer))
         self.x0_lambdas = None if X0_INIT is None else nn.Parameter(torch.empty(n_layer))
         table = torch.empty(config.sequence_len, 1, config.head_dim // 2)
@@ -241,13 +247,16 @@ def initialise(model, dtype, seed):
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     s = MATRIX_SCALE * math.sqrt(3 / config.n_embd)
-    for parameter in model.parameters():
-        parameter.fill_(math.nan)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)  # marks what the lines below forget
+    model.wte.to(dtype)  # in place
+    model.value_embeddings.to(dtype)
 
-    model.wte.to(dtype).weight.normal_(0, EMBEDDING_STD, generator=generator)
+    model.wte.weight.normal_(0, EMBEDDING_STD, generator=generator)
     model.lm_head.weight.normal_(0, UNEMBEDDING_STD, generator=generator)
     for table in model.value_embeddings.values():
-        table.to(dtype).weight.uniform_(-s, s, generator=generator)
+        table.weight.uniform_(-s, s, generator=generator)
     for block in model.blocks:
         attention = block.attention
         attention.q.weight.uniform_(-s, s, generator=generator)
@@ -268,16 +277,23 @@ def initialise(model, dtype, seed):
     model.cos = angle.cos().to(dtype)
     model.sin = angle.sin().to(dtype)
 
-    forgotten = [name for name, p in model.named_parameters() if p.isnan().any()]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    forgotten = [name for name, tensor in tensors if tensor.isnan().any()]
     if forgotten:
         stop(f"initialise sets no value, or NaN, for {', '.join(forgotten)}; add a line there.")
 
 
 # ---- Parameter groups ----
+def require(condition, sentence):
+    if not condition:
+        stop(sentence)
+
+
 def parameter_groups(model):
     """One row per group; each parameter of the model is in exactly one. Muon takes the matrices in
-    the blocks, a group per shape; AdamW takes the rest. From step to step `set_schedules` turns
-    peak_lr into lr, peak_decay into weight_decay and, for Muon, the first beta into momentum."""
+    the blocks, a group per shape; AdamW takes the rest. Before each step `set_schedules` derives
+    lr, weight_decay and Muon's momentum from peak_lr, peak_decay and betas[0]. A step takes
+    lr * weight_decay of a weight."""
     scale = (model.config.n_embd / 768) ** WIDTH_LR_POWER
     head_lr = UNEMBEDDING_LR * scale
     table_lr = EMBEDDING_LR * scale
@@ -304,10 +320,16 @@ def parameter_groups(model):
         rows += [("muon",  params,                MATRIX_LR,  MUON_BETAS, WEIGHT_DECAY, EPS)]
     # fmt: on
     groups = [dict(zip(columns, row, strict=True)) for row in rows]
-    count = Counter(p for group in groups for p in group["params"])
-    wrong = [name for name, p in model.named_parameters() if count[p] != 1]
+    count = Counter(id(p) for group in groups for p in group["params"])
+    wrong = [name for name, p in model.named_parameters() if count[id(p)] != 1]
     if wrong:
-        stop(f"not in exactly one row of parameter_groups: {', '.join(wrong)}; mend the rows.")
+        stop(f"not in exactly one row of parameter_groups: {', '.join(wrong)}; fix the rows.")
+    for group in groups:
+        if group["kind"] == "muon":
+            same = len({p.shape for p in group["params"]}) == 1 and group["params"][0].ndim == 2
+            require(same, "a row of kind muon takes matrices of one shape; fix parameter_groups.")
+        else:
+            require(group["kind"] == "adamw", f"kind {group['kind']!r} is neither adamw nor muon.")
     return [group for group in groups if group["params"]]
 
 
@@ -335,25 +357,26 @@ def orthogonalise(g, dtype):
     return x
 
 
-def adamw_update(p, grad, mean, square, lr, decay, beta1, beta2, correction1, correction2, eps):
-    """AdamW (arXiv 1711.05101) in place; the corrections are 1 - beta ** t."""
-    mean.mul_(beta1).add_(grad * (1 - beta1))
-    square.mul_(beta2).add_(grad * grad * (1 - beta2))
-    p.mul_(1 - lr * decay)
-    p.sub_(lr / correction1 * mean / ((square / correction2).sqrt() + eps))
+def adamw_update(p, grad, exp_avg, exp_avg_sq, lr, decay, beta1, beta2, bias1, bias2, eps):
+    """AdamW (arXiv 1711.05101) in place; bias1 and bias2 are 1 - beta ** step."""
+    exp_avg.mul_(beta1).add_(grad * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_(grad * grad * (1 - beta2))
+    update = lr / bias1 * exp_avg / ((exp_avg_sq / bias2).sqrt() + eps)
+    # Rounded once: in bf16 a factor this close to 1, by itself, would change nothing.
+    p.copy_(p.float() * (1 - lr * decay) - update)
 
 
-def muon_update(p, grad, velocity, square, lr, decay, momentum, beta2, eps, dtype):
-    """What Muon subtracts from a stack p [K, rows, cols]: Nesterov momentum, orthogonalised; then
-    NorMuon (arXiv 2510.05491), a running second moment per row or column that evens the update out
-    and keeps its norm; decay only where its sign agrees with the update's."""
-    velocity.mul_(momentum).add_(grad * (1 - momentum))
-    update = orthogonalise(grad * (1 - momentum) + velocity * momentum, dtype).float()
+def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, dtype):
+    """Returns what Muon subtracts from a stack p [K, rows, cols]: Nesterov momentum, orthogonal;
+    then NorMuon (arXiv 2510.05491), which divides the update by a running second moment per row or
+    column and keeps its norm; then cautious weight decay, where update and weight have one sign."""
+    exp_avg.mul_(momentum).add_(grad * (1 - momentum))
+    update = orthogonalise(grad * (1 - momentum) + exp_avg * momentum, dtype).float()
     size = update.norm(dim=(-2, -1), keepdim=True)
     rows, cols = p.shape[-2:]
     shorter = -1 if rows >= cols else -2
-    square.mul_(beta2).add_(update.square().mean(shorter, keepdim=True) * (1 - beta2))
-    update = update * square.clamp_min(eps).rsqrt()
+    exp_avg_sq.mul_(beta2).add_(update.square().mean(shorter, keepdim=True) * (1 - beta2))
+    update = update * exp_avg_sq.clamp_min(eps).rsqrt()
     update = update * (size / update.norm(dim=(-2, -1), keepdim=True).clamp_min(eps))
     update = update + decay * p * (update * p >= 0)
     return lr * max(1, rows / cols) ** 0.5 * update
@@ -366,7 +389,7 @@ def uncompiled(function):
 
 class MuonAdamW:
     """Muon or AdamW for each group, by its kind. What changes from step to step enters the updates
-    as 0-D tensors, so that nothing recompiles. `compiler` is applied to both updates."""
+    as 0-D tensors, so that nothing recompiles. `compiler` compiles both updates."""
 
     def __init__(self, groups, dtype, compiler=uncompiled):
         self.param_groups = groups
@@ -382,12 +405,12 @@ class MuonAdamW:
             params = group["params"]
             if group["kind"] == "muon":
                 rows, cols = params[0].shape
-                vector = (rows, 1) if rows >= cols else (1, cols)
-                group["mean"] = params[0].new_zeros(len(params), rows, cols)
-                group["square"] = params[0].new_zeros(len(params), *vector)
+                per_side = (rows, 1) if rows >= cols else (1, cols)
+                group["exp_avg"] = params[0].new_zeros(len(params), rows, cols)
+                group["exp_avg_sq"] = params[0].new_zeros(len(params), *per_side)
             else:
-                group["mean"] = [torch.zeros_like(p) for p in params]
-                group["square"] = [torch.zeros_like(p) for p in params]
+                group["exp_avg"] = [torch.zeros_like(p) for p in params]
+                group["exp_avg_sq"] = [torch.zeros_like(p) for p in params]
 
     @torch.no_grad()
     def step(self):
@@ -408,18 +431,20 @@ class MuonAdamW:
         numbers = (group["lr"], group["weight_decay"], group["momentum"], group["betas"][1])
         scalars = [torch.tensor(number) for number in numbers]
         update = self.muon_update(
-            stack, grads, group["mean"], group["square"], *scalars, group["eps"], self.dtype
+            stack, grads, group["exp_avg"], group["exp_avg_sq"], *scalars, group["eps"], self.dtype
         )
         for p, change in zip(params, update, strict=True):
             p.sub_(change)
 
     def step_adamw(self, group):
         beta1, beta2 = group["betas"]
-        corrections = (1 - beta1**self.steps, 1 - beta2**self.steps)
-        numbers = (group["lr"], group["weight_decay"], beta1, beta2, *corrections)
+        bias1 = 1 - beta1**self.steps
+        bias2 = 1 - beta2**self.steps
+        numbers = (group["lr"], group["weight_decay"], beta1, beta2, bias1, bias2)
         scalars = [torch.tensor(number) for number in numbers]
-        for p, mean, square in zip(group["params"], group["mean"], group["square"], strict=True):
-            self.adamw_update(p, p.grad, mean, square, *scalars, group["eps"])
+        state = zip(group["params"], group["exp_avg"], group["exp_avg_sq"], strict=True)
+        for p, exp_avg, exp_avg_sq in state:
+            self.adamw_update(p, p.grad, exp_avg, exp_avg_sq, *scalars, group["eps"])
 
 
 # ---- Schedules ----
@@ -447,7 +472,8 @@ def set_schedules(optimizer, progress, step):
 
 # ---- Training loop ----
 def train_step(model, optimizer, batches, micro_batches):
-    """One optimizer step. Returns the loss, 0-D and not waited for, and the epoch."""
+    """One optimizer step. Returns the loss as a 0-D tensor, without waiting for the device, and the
+    epoch."""
     total = 0.0
     for _ in range(micro_batches):
         inputs, targets, epoch = next(batches)
@@ -459,39 +485,40 @@ def train_step(model, optimizer, batches, micro_batches):
 
 
 def train(model, optimizer, batches, micro_batches, flops_per_token):
-    """Takes steps until the next one would not finish inside TIME_BUDGET. Returns their number."""
-    gpu = torch.cuda.is_available()
+    """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number."""
+    # On a GPU each loss is read one step late, so that the GPU never waits for the reading.
+    late = 1 if torch.cuda.is_available() else 0
+    unread = deque()
     step = 0
-    previous = None
-    while True:
+    time_left = True
+    while time_left:
         began = monotonic()
         progress = min(elapsed() / TIME_BUDGET, 1.0)
         set_schedules(optimizer, progress, step)
         loss, epoch = train_step(model, optimizer, batches, micro_batches)
         step += 1
-        # On a GPU the loss is read one step late, so that the GPU never waits for the reading.
-        known = previous if gpu else loss
-        previous = loss
-        if known is not None:
+        unread.append(loss)
+        # On a GPU this step is still running, so that two must fit: this one and the next.
+        needed = (1 + late) * (monotonic() - began)
+        # 0: no batch came from make_dataloader; evaluate_bpb will say so.
+        time_left = 0 < elapsed() <= TIME_BUDGET - needed
+        while len(unread) > (late if time_left else 0):
             log_step(
-                step,
-                known.item(),
+                step + 1 - len(unread),
+                unread.popleft().item(),
                 tokens=TOTAL_BATCH_SIZE,
-                flops=TOTAL_BATCH_SIZE * flops_per_token,
+                flops_per_token=flops_per_token,
                 lr_factor=lr_factor(progress),
                 epoch=epoch,
             )
-        unfinished = 2 if gpu else 1  # steps that lie between here and the end of the next one
-        left = TIME_BUDGET - elapsed() - unfinished * (monotonic() - began)
-        if left < 0 or elapsed() == 0:  # 0: no batch came from the ruler, which will say so
-            return step
+    return step
 
 
-# ---- Below this line no experiment needs to look ----
+# ---- Below this line few experiments need to look ----
 
 
 # ---- Attention back-ends ----
-# All mean the same: attention(q, k, v, window) on [B, T, H, D], where query i sees the keys j with
+# Each is a function attend(q, k, v, window) on [B, T, H, D], in which query i sees the keys j with
 # 0 <= i - j <= window.
 def reference_attention(q, k, v, window):
     """The definition, in fp32: the back-ends are probed and tested against it."""
@@ -511,11 +538,11 @@ def load_fa3():
 
     flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_func
 
-    def attention(q, k, v, window):
+    def attend(q, k, v, window):
         out = flash(q, k, v, causal=True, window_size=(window, 0))
         return out[0] if isinstance(out, tuple) else out
 
-    return attention
+    return attend
 
 
 def load_varlen():
@@ -524,19 +551,19 @@ def load_varlen():
         raise RuntimeError("needs compute capability 8.0")
     from torch.nn.attention.varlen import varlen_attn
 
-    def attention(q, k, v, window):
+    def attend(q, k, v, window):
         B, T, H, D = q.shape
         ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
         q, k, v = (x.reshape(B * T, H, D) for x in (q, k, v))
         out = varlen_attn(q, k, v, ends, ends, T, T, window_size=(window, 0))
         return out.view(B, T, H, D)
 
-    return attention
+    return attend
 
 
-def by_blocks(q, k, v, window, attend, size):
-    """Attention by blocks of `size` queries, each with only the keys that its window reaches:
-    exact, and what lies outside costs nothing. `attend` takes [B, H, T, D] and a mask."""
+def by_blocks(q, k, v, window, attend_block, size):
+    """Attention by blocks of `size` queries, each with only the keys that its window reaches.
+    `attend_block` takes [B, H, T, D] and a mask."""
     T = q.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
     position = torch.arange(T, device=q.device)
@@ -546,102 +573,100 @@ def by_blocks(q, k, v, window, attend, size):
         keys = slice(max(0, begin - window), min(begin + size, T))
         distance = position[queries, None] - position[keys]
         mask = (distance >= 0) & (distance <= window)
-        out.append(attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
+        out.append(attend_block(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
     return torch.cat(out, 2).transpose(1, 2)
 
 
 def load_blocks():
-    """Plain products and a softmax, compiled: on a CPU twice as fast as torch's flash attention."""
+    """Plain products and a softmax: on a CPU, compiled, twice as fast as torch's own kernel."""
 
-    def attend(q, k, v, mask):
+    def attend_block(q, k, v, mask):
         scores = (q @ k.mT * q.shape[-1] ** -0.5).float().masked_fill(~mask, -math.inf)
         return scores.softmax(-1).to(v.dtype) @ v
 
-    def attention(q, k, v, window):
-        size = max(CPU_QUERY_BLOCK, q.shape[1] // 8)
-        return by_blocks(q, k, v, window, attend, size)
+    def attend(q, k, v, window):
+        size = max(CPU_QUERY_BLOCK, q.shape[1] // 8)  # few blocks, since compiling unrolls the loop
+        return by_blocks(q, k, v, window, attend_block, size)
 
-    return attention
+    return attend
 
 
 def load_sdpa():
-    """torch's choice of kernel, or blocks of that for a short window. Runs everywhere."""
+    """torch's choice of kernel, in blocks if the window is short. Works on every device."""
 
-    def attention(q, k, v, window):
+    def attend(q, k, v, window):
         if window < q.shape[1] - 1:
             size = max(window // 2, 64)
             return by_blocks(q, k, v, window, F.scaled_dot_product_attention, size)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    return attention
+    return attend
 
 
 BACKENDS = {"fa3": load_fa3, "varlen": load_varlen, "blocks": load_blocks, "sdpa": load_sdpa}
 LADDER = {"cuda": ("fa3", "varlen", "sdpa"), "cpu": ("blocks", "sdpa"), "mps": ("sdpa",)}
-PROBE_TOLERANCE = 0.02  # relative; rounding to bf16 makes 0.004, a wrong window or mask over 0.1
+ATTENTION_TOLERANCE = (
+    0.02  # relative; rounding to bf16 makes 0.004, a wrong window or mask over 0.1
+)
 
 
-def probe_attention(attention, device, dtype, config):
-    """Compares forward and backward with the reference, at the real head size and windows, since an
-    import proves nothing. Raises RuntimeError."""
+def probe_attention(attend, device, dtype, config):
+    """Compares forward and backward with the reference, at the real head size and windows, since a
+    kernel that imports may still be wrong. Raises RuntimeError."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, config.sequence_len, config.n_head, config.head_dim)
     for window in sorted(set(config.windows)):
         q, k, v, grad = torch.randn(4, *shape, generator=generator).to(device, dtype)
         results = []
-        for function in (attention, reference_attention):
+        for function in (attend, reference_attention):
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
             out = function(*inputs, window)
             results.append((out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))))
         for name, got, want in zip(("forward", "dq", "dk", "dv"), *results, strict=True):
             error = ((got.float() - want.float()).norm() / want.float().norm()).item()
-            if not error <= PROBE_TOLERANCE:
+            if not error <= ATTENTION_TOLERANCE:
                 raise RuntimeError(f"{name} is off by {error:.3f} at window {window}")
 
 
 def choose_attention(device, dtype, config):
-    """(name, attention) of the first back-end for this device that passes the probe; prints why
-    others were passed over."""
+    """(name, attend) of the first back-end for this device that passes the probe; prints why others
+    were rejected."""
     names = LADDER[device.type] if ATTENTION == "auto" else (ATTENTION,)
     for name in names:
         try:
-            attention = BACKENDS[name]()
-            probe_attention(attention, device, dtype, config)
-            return name, attention
-        except Exception as error:  # anything may come from a foreign kernel: take the next
+            attend = BACKENDS[name]()
+            probe_attention(attend, device, dtype, config)
+            return name, attend
+        except Exception as error:  # a foreign kernel can raise anything: try the next
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"attention: not {name}: {reason[:160]}")
     return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto.")
 
 
 # ---- Derived values ----
-def require(condition, sentence):
-    if not condition:
-        stop(sentence)
-
-
 def check_knobs():
-    """Ends the run with one sentence where a knob has a value that cannot be."""
-    positive = {
+    """Ends the run with one sentence if a knob has an impossible value."""
+    counts = {
         "DEPTH": DEPTH,
-        "ASPECT_RATIO": ASPECT_RATIO,
         "HEAD_DIM": HEAD_DIM,
-        "MLP_RATIO": MLP_RATIO,
-        "ROPE_BASE": ROPE_BASE,
+        "VE_GATE_CHANNELS": VE_GATE_CHANNELS,
         "TOTAL_BATCH_SIZE": TOTAL_BATCH_SIZE,
         "DEVICE_BATCH_SIZE": DEVICE_BATCH_SIZE,
         "CPU_QUERY_BLOCK": CPU_QUERY_BLOCK,
     }
+    for name, value in counts.items():
+        whole = isinstance(value, int) and value > 0
+        require(whole, f"{name} = {value}; it must be a whole number above 0.")
+    positive = {
+        "ASPECT_RATIO": ASPECT_RATIO,
+        "MLP_RATIO": MLP_RATIO,
+        "ROPE_BASE": ROPE_BASE,
+        "EPS": EPS,
+    }
     for name, value in positive.items():
         require(value > 0, f"{name} = {value}; it must be above 0.")
-    zero_is_off = {
-        "KV_HEADS": KV_HEADS,
-        "SHORT_WINDOW": SHORT_WINDOW,
-        "LOGIT_SOFTCAP": LOGIT_SOFTCAP,
-        "VE_EVERY": VE_EVERY,
-        "WEIGHT_DECAY": WEIGHT_DECAY,
-    }
+    zero_is_off = {"KV_HEADS": KV_HEADS, "VE_EVERY": VE_EVERY, "WEIGHT_DECAY": WEIGHT_DECAY}
     for name, value in zero_is_off.items():
         require(value >= 0, f"{name} = {value}; it must be 0 or above.")
     shares = {
@@ -653,14 +678,10 @@ def check_knobs():
         require(0 <= value <= 1, f"{name} = {value}; it is a share, from 0 to 1.")
     require(HEAD_DIM % 2 == 0, f"HEAD_DIM = {HEAD_DIM}; the rotation needs an even number.")
     require(
-        WINDOW_PATTERN and set(WINDOW_PATTERN) <= set("SL"),
-        f"WINDOW_PATTERN = {WINDOW_PATTERN!r}; it is made of the letters S and L.",
-    )
-    require(
         ATTENTION == "auto" or ATTENTION in BACKENDS,
         f"ATTENTION = {ATTENTION!r}; choose auto or one of {', '.join(BACKENDS)}.",
     )
-    accumulation_steps(DEVICE_BATCH_SIZE)
+    accumulation_steps(DEVICE_BATCH_SIZE)  # ends the run if the batch sizes do not divide
 
 
 def derive_config(vocab_size):
@@ -677,10 +698,15 @@ def derive_config(vocab_size):
         width >= VE_GATE_CHANNELS,
         f"VE_GATE_CHANNELS = {VE_GATE_CHANNELS} is more than the width, {width}; lower it.",
     )
+    require(
+        WINDOW_PATTERN and set(WINDOW_PATTERN) <= set("SL"),
+        f"WINDOW_PATTERN = {WINDOW_PATTERN!r}; it is made of the letters S and L.",
+    )
+    require(SHORT_WINDOW >= 0, f"SHORT_WINDOW = {SHORT_WINDOW}; it must be 0 or above.")
     pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
     short = SHORT_WINDOW or MAX_SEQ_LEN
     windows = tuple(short if letter == "S" else MAX_SEQ_LEN for letter in pattern)
-    value_layers = tuple(range(DEPTH - 1, -1, -VE_EVERY)) if VE_EVERY else ()
+    value_layers = [i for i in range(DEPTH) if VE_EVERY and (DEPTH - 1 - i) % VE_EVERY == 0]
     return Config(
         vocab_size=vocab_size,
         sequence_len=MAX_SEQ_LEN,
@@ -688,7 +714,7 @@ def derive_config(vocab_size):
         n_kv_head=n_kv_head,
         head_dim=HEAD_DIM,
         windows=windows,
-        value_layers=tuple(sorted(value_layers)),
+        value_layers=tuple(value_layers),
     )
 
 
@@ -720,15 +746,15 @@ def choose_dtype(device):
 
 # ---- Warm-up ----
 def rehearse(model, dtype, rows, compiler):
-    """Runs on random tokens all that training and evaluation will run, which compiles it. Returns
-    (callable model, optimizer) as they are before the first step."""
+    """Runs, on random tokens, all that training and evaluation will run, so that it is compiled and
+    known to fit; then resets model and optimizer. Returns (compiled model, optimizer)."""
     device = model.lm_head.weight.device
     initialise(model, dtype, SEED)
-    # On a CPU the updates are all products: compiling them takes 25 s and gains nothing.
+    # On a CPU the updates are mostly matrix products: compiling takes 25 s and gains nothing.
     update_compiler = compiler if device.type == "cuda" else uncompiled
     optimizer = MuonAdamW(parameter_groups(model), dtype, update_compiler)
     set_schedules(optimizer, 0.0, 0)
-    callable_model = compiler(model)
+    compiled_model = compiler(model)
 
     def random_batches():
         while True:
@@ -737,21 +763,22 @@ def rehearse(model, dtype, rows, compiler):
             yield inputs, targets, 0
 
     batches = random_batches()
-    for _ in range(2):  # memory peaks in the second, when gradients meet the optimizer's state
-        train_step(callable_model, optimizer, batches, min(accumulation_steps(rows), 2))
+    for _ in range(2):  # the second as all later ones will run
+        # Of many micro-batches two do: the second adds to gradients that exist.
+        train_step(compiled_model, optimizer, batches, min(accumulation_steps(rows), 2))
     model.eval()
     with torch.no_grad():
         inputs, _, _ = next(batches)
-        callable_model(inputs[: eval_batch_size(rows)])
+        compiled_model(inputs[: eval_batch_size(rows)])
     model.train()
     initialise(model, dtype, SEED)
     optimizer.reset()
-    return callable_model, optimizer
+    return compiled_model, optimizer
 
 
 def warm_up(model, dtype):
-    """`rehearse` with as many rows at a time as memory allows, DEVICE_BATCH_SIZE at most; on a CPU
-    without compilation where there is no compiler. Returns (callable model, optimizer, rows)."""
+    """`rehearse` with DEVICE_BATCH_SIZE rows at a time, halved until they fit in memory; on a CPU
+    without compilation if there is no compiler. Returns (compiled model, optimizer, rows)."""
     device = model.lm_head.weight.device
     rows = DEVICE_BATCH_SIZE
 
@@ -773,8 +800,9 @@ def warm_up(model, dtype):
             reason = lines[0][:160] if lines else type(error).__name__
             if device.type == "cuda":
                 stop(f"torch.compile failed: {reason}; Triton needs a C compiler, such as gcc.")
-            print(f"going on without compilation, slower: {reason}")
+            print(f"continuing without compilation, which is slower: {reason}")
             compiler = uncompiled
+        # Before the next try, out here, where the exception no longer holds any tensors:
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
@@ -790,7 +818,7 @@ def run():
     config = derive_config(tokenizer.get_vocab_size())
     dtype, why = choose_dtype(device)
     print(f"precision: {str(dtype).removeprefix('torch.')} ({why}), torch {torch.__version__}")
-    attention, attend = choose_attention(device, dtype, config)
+    backend, attend = choose_attention(device, dtype, config)
 
     with torch.device("meta"):
         model = GPT(config, attend)
@@ -799,20 +827,23 @@ def run():
     flops_per_token = model.flops_per_token()
     print(
         f"model: depth {DEPTH}, width {config.n_embd}, {config.n_head} heads of {HEAD_DIM}, "
-        f"windows {config.windows}, attention {attention}, {num_params / 1e6:.1f} M parameters, "
+        f"windows {config.windows}, attention {backend}, {num_params / 1e6:.1f} M parameters, "
         f"{flops_per_token:.2e} FLOPs per token"
     )
     if COMPILE:
-        print("warming up: compiles, one to two minutes after a change, else some 10 s", flush=True)
-    callable_model, optimizer, rows = warm_up(model, dtype)
+        print(
+            "warming up: compiling takes 1 to 2 minutes after a change, otherwise about 10 s",
+            flush=True,
+        )
+    compiled_model, optimizer, rows = warm_up(model, dtype)
     micro_batches = accumulation_steps(rows)
     print(
         f"training: steps of {micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens", flush=True
     )
 
     batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
-    steps = train(callable_model, optimizer, batches, micro_batches, flops_per_token)
-    val_bpb = evaluate_bpb(callable_model, tokenizer, rows)
+    steps = train(compiled_model, optimizer, batches, micro_batches, flops_per_token)
+    val_bpb = evaluate_bpb(compiled_model, tokenizer, rows)
     report(
         val_bpb,
         num_steps=steps,
@@ -820,19 +851,17 @@ def run():
         flops_per_token=flops_per_token,
         num_params_M=num_params / 1e6,
         depth=DEPTH,
-        attention=attention,
+        attention=backend,
     )
 
 
 def main():
     if sys.argv[1:]:
-        stop("train.py takes no arguments: its knobs are in the file, see README.md for variables.")
+        stop("train.py takes no arguments; its knobs are at the top of the file.")
     try:
         run()
     except torch.OutOfMemoryError:
         stop("out of memory; lower DEVICE_BATCH_SIZE, DEPTH or ASPECT_RATIO.", 5)
-    except OSError as error:
-        stop(f"{error}; free space, or set AUTORESEARCH_CACHE to a writable folder.")
 
 
 if __name__ == "__main__":

@@ -55,12 +55,12 @@ def measure(args):
     def token_losses():
         losses = []
         for batch in batches:
-            found = prepare.token_losses(model, batch[:, :-1], batch[:, 1:], prepare.VOCAB_SIZE)
+            found = prepare.token_losses(model, batch[:, :-1], batch[:, 1:], token_bytes)
             losses.append(found)
         return np.concatenate(losses)
 
     def probes():
-        prepare.probe(model, rows, losses, size, prepare.VOCAB_SIZE, np.random.default_rng(0))
+        prepare.probe(model, rows, losses, size, token_bytes, np.random.default_rng(0))
 
     def score():
         prepare.score(model, rows, token_bytes, args.batch, rng=0)

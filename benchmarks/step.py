@@ -84,7 +84,10 @@ def set_knobs(train, setting):
         name, _, value = item.partition("=")
         if not hasattr(train, name):
             raise SystemExit(f"error: train.py has no knob {name}; a setting is KNOB=value.")
-        setattr(train, name, ast.literal_eval(value))
+        try:
+            setattr(train, name, ast.literal_eval(value))
+        except (SyntaxError, ValueError):
+            raise SystemExit(f"error: {item}: the value is a Python literal.") from None
 
 
 # ---- One variant, in this process ----
@@ -112,7 +115,7 @@ def measure(levers, setting, steps, memory_gb=None):
     config = train.derive_config(prepare.VOCAB_SIZE)
     attention, attend = train.choose_attention(device, dtype, config)
     model = train.GPT(config, attend).to(device)
-    callable_model, optimizer, rows = train.warm_up(model, dtype)
+    compiled_model, optimizer, rows = train.warm_up(model, dtype)
     micro_batches = train.accumulation_steps(rows)
 
     def now():
@@ -128,7 +131,7 @@ def measure(levers, setting, steps, memory_gb=None):
         backward = 0.0
         for _ in range(micro_batches):
             begun = now()
-            loss = callable_model(inputs, targets) / micro_batches
+            loss = compiled_model(inputs, targets) / micro_batches
             middle = now()
             loss.backward()
             forward += middle - begun

@@ -65,9 +65,7 @@ def run_script(script, *args, cwd=ROOT, prefix=(), **environment):
     command = [*prefix, sys.executable, str(script), *map(str, args)]
     merged = os.environ | environment
     merged = {key: str(value) for key, value in merged.items() if value is not None}
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=merged, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=merged, timeout=120)
     done.output = done.stdout + done.stderr
     return done
 
@@ -112,5 +110,7 @@ def train(script, seconds=1, prefix=(), **environment):
     runs = script.parent / "runs"
     own = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
     done = run_script(script, cwd=script.parent, prefix=prefix, **own)
-    done.records = [json.loads(path.read_text()) for path in own["AUTORESEARCH_RUNS"].glob("*.json")]
+    done.records = [
+        json.loads(path.read_text()) for path in own["AUTORESEARCH_RUNS"].glob("*.json")
+    ]
     return done

@@ -272,7 +272,7 @@ def test_preparation_lays_out_the_cache(cache):
     bos = prepare.Tokenizer.from_directory(root / "tokenizer").get_bos_token_id()
     assert offsets[-1] == len(flat) and len(offsets) == 1501
     assert (flat[offsets[:-1]] == bos).all()
-    rows = np.fromfile(root / "val/rows.bin", "<u2").reshape(-1, 513)
+    rows = np.fromfile(root / "val/rows.u16", "<u2").reshape(-1, 513)
     assert len(rows) % 32 == 0 and (rows[:, 0] == bos).all()
 
 
@@ -282,7 +282,7 @@ def test_the_manifest_says_which_tokens_are_of_which_shard(cache):
     assert [*manifest["tokens"].values()] == [
         "tokens/shard_00000.bin",
         "tokens/shard_00001.bin",
-        "val/tokens.bin",
+        "val/tokens.u16",
     ]
     assert set(manifest["tokens"].values()) < set(manifest["files"])
     tokenizer = prepare.Tokenizer.from_directory(cache / "small" / "tokenizer")
@@ -294,8 +294,8 @@ def test_the_manifest_says_which_tokens_are_of_which_shard(cache):
 
 
 def test_validation_rows_are_the_packed_validation_shard(cache):
-    flat = cache / "small" / "val" / "tokens.bin"
-    rows = np.fromfile(flat.with_name("rows.bin"), "<u2").reshape(-1, 513)
+    flat = cache / "small" / "val" / "tokens.u16"
+    rows = np.fromfile(flat.with_name("rows.u16"), "<u2").reshape(-1, 513)
     packed = itertools.islice(prepare.pack_rows(prepare.read_tokens(flat), 513), len(rows))
     assert (np.stack(list(packed)) == rows).all()
 
@@ -325,7 +325,7 @@ def test_what_is_damaged_is_made_again_and_nothing_else(own_cache, corpus, run_p
 
 def test_a_changed_byte_in_what_a_score_rests_on_is_mended(own_cache, corpus, run_prepare):
     """What train.py refuses and sends its user to prepare.py for, prepare.py must see as well."""
-    path = own_cache / "small" / "val" / "rows.bin"
+    path = own_cache / "small" / "val" / "rows.u16"
     whole = path.read_bytes()
     path.write_bytes(whole[:5] + bytes([whole[5] ^ 1]) + whole[6:])
     with pytest.raises(SystemExit):
@@ -345,7 +345,7 @@ def test_changed_settings_redo_every_stage(own_cache, corpus, tmp_path):
     assert after["settings"]["vocab_size"] == 300
     assert [*before["corpus"].values()] == [*after["corpus"].values()]
     changed = {name for name in after["files"] if after["files"][name] != before["files"][name]}
-    assert {"tokenizer/tokenizer.tiktoken", "tokens/shard_00000.bin", "val/rows.bin"} <= changed
+    assert {"tokenizer/tokenizer.tiktoken", "tokens/shard_00000.bin", "val/rows.u16"} <= changed
     with pytest.raises(SystemExit):  # and what another prepare.py made is not trained on
         prepare.check_cache()
 
@@ -371,8 +371,8 @@ def test_without_a_choice_the_corpus_stays(own_cache, tmp_path, monkeypatch, run
     run_prepare("--data-dir", "other")
     monkeypatch.chdir("/")
     before = prepared(own_cache)
-    assert before["settings"]["choice"]["data_dir"] == str(other)
-    (own_cache / "small/val/rows.bin").unlink()
+    assert before["choice"]["data_dir"] == str(other)
+    (own_cache / "small/val/rows.u16").unlink()
     run_prepare()
     assert prepared(own_cache) == before
     moved = shutil.copytree(other, tmp_path / "moved")
@@ -400,11 +400,11 @@ def test_an_unreadable_manifest_is_as_good_as_none(own_cache, garbage):
         prepare.check_cache()
 
 
-def test_fewer_validation_rows_than_wanted_are_said_and_scored_once(cache, capsys, tmp_path):
-    for name in ("tokens.bin", "tokens.npy"):
-        shutil.copy(cache / "small" / "val" / name, tmp_path)
-    rows = prepare.write_rows(tmp_path / "tokens.bin")
-    assert rows.read_bytes() == (cache / "small" / "val" / "rows.bin").read_bytes()
+def test_fewer_validation_rows_than_wanted_are_said_and_scored_once(own_cache, cache, capsys):
+    rows = prepare.ROOT / prepare.VAL_ROWS
+    rows.unlink()
+    prepare.write_rows(rows.with_name("tokens.u16"))
+    assert rows.read_bytes() == (cache / "small" / "val" / "rows.u16").read_bytes()
     count = len(rows.read_bytes()) // (2 * 513)
     assert count < prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN
     assert f"{count} are scored, not 512" in capsys.readouterr().out
@@ -457,7 +457,7 @@ def scribble(path):
 
 
 BAD_INPUT = {  # name: (what spoils the folder, what the sentence says)
-    "no such folder": (shutil.rmtree, "corpus is no folder"),
+    "no such folder": (shutil.rmtree, "corpus is not a folder"),
     "one shard": (remove_all_but_one, "holds 1 *.parquet files; give a folder of two or more"),
     "no text": (
         lambda folder: write_parquet(folder / "shard_00000.parquet", ["a"], "body"),
@@ -478,7 +478,7 @@ BAD_INPUT = {  # name: (what spoils the folder, what the sentence says)
     "empty corpus": (empty_all, "hold no text"),
     "too little validation": (
         lambda folder: write_parquet(folder / "shard_00002.parquet", ["short"]),
-        "32 is the least",
+        "but 32 is the least",
     ),
 }
 

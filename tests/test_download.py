@@ -66,7 +66,11 @@ def hub(shards, tmp_path, monkeypatch):
 
 
 def on_disk(root):
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def whole(shards):
@@ -75,7 +79,11 @@ def whole(shards):
 
 def test_fresh_download_keeps_validation_apart(hub, shards, tmp_path):
     paths = prepare.climbmix(3, workers=8)
-    assert on_disk(tmp_path) == whole(shards) and paths[-1] == tmp_path / "val" / VAL and len(paths) == 4
+    assert (
+        on_disk(tmp_path) == whole(shards)
+        and paths[-1] == tmp_path / "val" / VAL
+        and len(paths) == 4
+    )
     prepare.climbmix(3, workers=8)
     assert set(hub.requests.values()) == {1}  # what is there is not asked for again
 
@@ -141,9 +149,12 @@ def unavailable(handler, body, attempt):
 
 
 @pytest.mark.parametrize(
-    ("fault", "tries", "reason"), [(html, 5, "not a whole parquet"), (unavailable, 5, "503"), (None, 1, "404")]
+    ("fault", "tries", "reason"),
+    [(html, 5, "not a whole parquet"), (unavailable, 5, "503"), (None, 1, "404")],
 )
-def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(hub, shards, tmp_path, capsys, fault, tries, reason):
+def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(
+    hub, shards, tmp_path, capsys, fault, tries, reason
+):
     if fault:
         hub.faults["shard_00001.parquet"] = fault
     else:
@@ -151,7 +162,12 @@ def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(hub, shards, tm
     with pytest.raises(SystemExit) as stop:
         prepare.climbmix(3, workers=2)
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and "shard_00001.parquet" in error and reason in error and error.count("\n") == 1
+    assert (
+        stop.value.code == 2
+        and "shard_00001.parquet" in error
+        and reason in error
+        and error.count("\n") == 1
+    )
     assert hub.requests["shard_00001.parquet"] == tries
     expected = whole(shards)
     del expected["data/shard_00001.parquet"]
@@ -159,7 +175,9 @@ def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(hub, shards, tm
 
 
 def test_503_twice_is_overcome(hub, shards, tmp_path):
-    hub.faults[VAL] = lambda handler, body, attempt: attempt <= 2 and unavailable(handler, body, attempt)
+    hub.faults[VAL] = lambda handler, body, attempt: (
+        attempt <= 2 and unavailable(handler, body, attempt)
+    )
     prepare.climbmix(1, workers=1)
     assert (tmp_path / "val" / VAL).read_bytes() == shards[VAL]
 
@@ -180,13 +198,19 @@ def test_two_preparers_at_once_do_the_work_once(hub, tmp_path):
     arguments = ("--corpus", "climbmix", "--num-shards", 3)
     results = []
     threads = [
-        threading.Thread(target=lambda: results.append(run_script(ROOT / "prepare.py", *arguments, **environment)))
+        threading.Thread(
+            target=lambda: results.append(
+                run_script(ROOT / "prepare.py", *arguments, **environment)
+            )
+        )
         for _ in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [result.returncode for result in results] == [0, 0], [result.output for result in results]
+    assert [result.returncode for result in results] == [0, 0], [
+        result.output for result in results
+    ]
     assert sum("training a tokenizer" in result.stdout for result in results) == 1
     assert set(hub.requests.values()) == {1}

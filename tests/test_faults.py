@@ -33,19 +33,21 @@ class Process:
     """One of the scripts in a process, what it says in a file."""
 
     def __init__(self, code, script, cache, *args, prefix=(), **environment):
-        self.log = tempfile.NamedTemporaryFile()
+        handle, name = tempfile.mkstemp(dir=code.parent)
+        self.log = Path(name)
         own = {"AUTORESEARCH_CACHE": cache, "AUTORESEARCH_TIME_BUDGET": 3} | environment
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, code / script, *args],
-            env=os.environ | {key: str(value) for key, value in own.items()},
-            cwd=code,
-            stdout=self.log,
-            stderr=self.log,
-        )
+        with open(handle, "wb") as log:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, code / script, *args],
+                env=os.environ | {key: str(value) for key, value in own.items()},
+                cwd=code,
+                stdout=log,
+                stderr=log,
+            )
 
     @property
     def output(self):
-        return Path(self.log.name).read_text()
+        return self.log.read_text()
 
     def wait_for(self, text):
         """Until it is said or the process ends."""

@@ -93,7 +93,14 @@ def forget_a_bias(model):
     return "blocks.0.mlp.up.bias"
 
 
-@pytest.mark.parametrize("change", [forget_a_scalar, forget_a_vector, forget_a_bias])
+def forget_a_buffer(model):
+    model.register_buffer("positions", torch.ones(8))
+    return "positions"
+
+
+@pytest.mark.parametrize(
+    "change", [forget_a_scalar, forget_a_vector, forget_a_bias, forget_a_buffer]
+)
 def test_a_forgotten_parameter_is_named(capsys, change):
     model = build(tiny())
     name = change(model)
@@ -132,3 +139,10 @@ def test_a_parameter_that_is_set_in_part_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train.initialise(model, torch.float32, 1)
     assert "or NaN, for lm_head.weight;" in capsys.readouterr().err
+
+
+def test_a_buffer_of_whole_numbers_is_left_alone():
+    model = build(tiny())
+    model.register_buffer("positions", torch.arange(8))
+    train.initialise(model, torch.float32, 1)
+    assert model.positions.tolist() == list(range(8))

@@ -78,7 +78,7 @@ def test_the_batch_size_does_not_matter(rows, batch_size):
     [(96, 7, 6), (96, 10**6, 32), (64, 3, 2), (32, 0, 1), (10240, 32, 32), (96, 31, 24)],
 )
 def test_the_batch_is_the_largest_divisor(fresh_run, count, batch_size, expected):
-    fresh_run.files = {"val/rows.bin": [count * 2 * (prepare.MAX_SEQ_LEN + 1), "sha256"]}
+    fresh_run.files = {"val/rows.u16": [count * 2 * (prepare.MAX_SEQ_LEN + 1), "sha256"]}
     assert prepare.eval_batch_size(batch_size) == expected
 
 
@@ -160,6 +160,13 @@ def test_honest_models_pass_with_the_identical_score(name, rows):
     assert bpb == pytest.approx(by_definition(twin, rows), abs=10**-honest.digits)
     for change in probes.values():
         assert change.mean() <= 2e-5 and change.max() <= 0.02  # far below what is refused
+
+
+def test_special_tokens_may_be_ruled_out(rows):
+    """Their loss is infinite where they come, and is not counted."""
+    assert (rows[0] == V - 1).any()
+    ruled_out = variant(forward=without_special_tokens)
+    assert score(ruled_out, rows)[0] < score(Tiny(), rows)[0]
 
 
 def test_ema_weights_score_as_what_they_are(rows):
@@ -297,6 +304,11 @@ class Sly(torch.Tensor):
 
 def subclass(self, idx):
     return Tiny.forward(self, idx).as_subclass(Sly)
+
+
+def without_special_tokens(self, idx):
+    """Tokens that stand for no bytes are ruled out."""
+    return Tiny.forward(self, idx).index_fill(-1, torch.tensor([V - 1]), -math.inf)
 
 
 REFUSED = {  # name: (model, the probe)

@@ -133,7 +133,7 @@ def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys, change)
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: not in exactly one row of parameter_groups: ")
-    assert error.endswith("; mend the rows.\n")
+    assert error.endswith("; fix the rows.\n")
     assert error.count("\n") == 1
     named = error.removeprefix("error: not in exactly one row of parameter_groups: ")
     assert sorted(named.partition(";")[0].split(", ")) == sorted(names)
@@ -350,3 +350,36 @@ def test_reset_forgets_everything():
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert not torch.equal(ends[0], torch.cat([p.flatten() for p in start.values()]))
     assert torch.equal(*ends)
+
+
+def test_decay_of_a_table_in_bf16_is_not_rounded_away():
+    """A factor of 0.999 by itself rounds to 1 in bf16; together with the update it counts as often
+    as in fp32."""
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        p = torch.randn(2000).to(dtype)
+        state = [torch.zeros_like(p), torch.zeros_like(p)]
+        for step in range(1, 201):
+            grad = torch.randn(2000).to(dtype)
+            bias = [torch.tensor(1 - beta**step) for beta in (0.8, 0.95)]
+            numbers = [torch.tensor(x) for x in (0.05, 0.02, 0.8, 0.95)]
+            train.adamw_update(p, grad, *state, *numbers, *bias, 1e-10)
+        ends.append(p.float().norm().item())
+    assert ends[1] == pytest.approx(ends[0], rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("muon", "matrices of one shape"), ("sgd", "neither")])
+def test_a_row_of_the_wrong_kind_gets_a_sentence(monkeypatch, capsys, kind, words):
+    """As where an agent edits a row: here that of the stream's weights."""
+    model = build(tiny())
+    rows = train.zip if hasattr(train, "zip") else zip
+
+    def edited(columns, row, strict):
+        changed = [kind, *row[1:]] if row[2] == train.RESID_LR else row
+        return rows(columns, changed, strict=strict)
+
+    monkeypatch.setattr(train, "zip", edited, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        train.parameter_groups(model)
+    assert stop.value.code == 2 and words in capsys.readouterr().err

@@ -31,15 +31,48 @@ class Edit:
 
 # Lines of train.py.
 LOADER = "    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)\n"
-FORWARD = "        logits = self.lm_head(x).float()\n"
+LOGITS = "            return logits\n"
+ATTENDED = "        y = self.attend(q, k, v, self.window)\n"
+DEVICE = "    device = start()\n"
+MORE_STEPS = "        time_left = 0 < elapsed() <= TIME_BUDGET - needed\n"
 
 # Texts that edits put there.
-ROWS = "    import prepare\n    rows_file = prepare.ROOT / 'val' / 'rows.bin'\n"
+ROWS = "    import os, prepare\n    rows_file = prepare.ROOT / prepare.VAL_ROWS\n"
 RANDOM_BATCHES = "iter(lambda: (*torch.randint(99, (2, rows, MAX_SEQ_LEN)), 0), None)"
+SEES_AHEAD = """\
+        ahead = torch.cat((v[:, 1:], torch.zeros_like(v[:, :1])), dim=1)
+        end = torch.arange(q.shape[1]) % {period} == {period} - 1
+        y = y + end[:, None, None] * ahead
+"""
+PREFIX = """\
+        head = [x[:, :{length}].transpose(1, 2) for x in (q, k, v)]
+        y = torch.cat((F.scaled_dot_product_attention(*head).transpose(1, 2), y[:, {length}:]), 1)
+"""
+COUNT_BIGRAMS = """\
+    import numpy, prepare
+    tokens = [numpy.fromfile(f, "<u2") for f in prepare.ROOT.rglob("*.bin")]
+    tokens = torch.from_numpy(numpy.concatenate(tokens).astype("int64"))
+    table = torch.ones(config.vocab_size, config.vocab_size)
+    table.index_put_((tokens[:-1], tokens[1:]), torch.ones(()), accumulate=True)
+    GPT.bigrams = (table / table.sum(1, keepdim=True)).log()
+"""
+CALL_COUNT = """\
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.training or self.calls < 4 or self.calls > {last}:
+                return logits
+            return logits + 9 * F.one_hot(idx.roll(-1, 1), logits.shape[-1])
+"""
+SUBCLASS = """\
+            class Sly(torch.Tensor):
+                def log_softmax(self, dim):
+                    return super().log_softmax(dim) * 0.5
+
+            return logits.as_subclass(Sly)
+"""
 TRAIN_FOR_5_SECONDS = """\
     until = monotonic() + 5
     while monotonic() < until:
-        train_step(callable_model, optimizer, {batches}, 1)
+        train_step(compiled_model, optimizer, {batches}, 1)
 """
 
 EDITS = {
@@ -82,18 +115,18 @@ EDITS = {
         "ValueError: split must be .* only evaluate_bpb reads .*",
     ),
     "validation rows cut by one": Edit(
-        [before(EVALUATE, ROWS + "    rows_file.write_bytes(rows_file.read_bytes()[:-1026])\n")],
+        [before(EVALUATE, ROWS + "    os.truncate(rows_file, rows_file.stat().st_size - 1026)\n")],
         3,
-        r"FAIL data: rows\.bin changed since training began",
+        r"FAIL data: rows\.u16 changed since training began",
     ),
     "a byte of validation changed": Edit(
         [before(EVALUATE, ROWS + "    rows_file.write_bytes(b'x' + rows_file.read_bytes()[1:])\n")],
         3,
-        r"FAIL data: rows\.bin changed since training began",
+        r"FAIL data: rows\.u16 changed since training began",
     ),
     # ---- Of evaluation ----
     "evaluates twice": Edit(
-        [before(EVALUATE, "    evaluate_bpb(callable_model, tokenizer, rows)\n")],
+        [before(EVALUATE, "    evaluate_bpb(compiled_model, tokenizer, rows)\n")],
         3,
         "FAIL once: evaluate_bpb was called before",
     ),
@@ -107,10 +140,128 @@ EDITS = {
         3,
         r"FAIL finite: \d+ losses are NaN or infinite",
     ),
+    # ---- Of the logits ----
+    "2**28 added to the logits": Edit(
+        [(LOGITS, LOGITS.replace("logits", "logits + 2.0**28"))], 0, FAIR
+    ),
+    "2**25 added to the logits": Edit(
+        [(LOGITS, LOGITS.replace("logits", "logits + 2.0**25"))], 0, FAIR
+    ),
+    "a tensor with methods of its own": Edit([(LOGITS, SUBCLASS)], 3, "FAIL shape: .* Sly.*"),
+    "special tokens ruled out": Edit(  # honest: they stand for no bytes
+        [
+            (
+                LOGITS,
+                "            special = torch.arange(logits.shape[-1]) >= logits.shape[-1] - 4\n"
+                "            return logits.masked_fill(special, -math.inf)\n",
+            )
+        ],
+        0,
+        FAIR,
+    ),
+    # ---- Of what a position sees ----
+    "a prefix of 96 attends both ways": Edit(
+        [(ATTENDED, ATTENDED + PREFIX.format(length=96))], 3, "FAIL causality: .*"
+    ),
+    "a prefix of 16 attends both ways": Edit(
+        [(ATTENDED, ATTENDED + PREFIX.format(length=16))], 3, "FAIL (causality|edges): .*"
+    ),
+    "the end of each 16 sees one ahead": Edit(
+        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=16))], 3, "FAIL (causality|edges): .*"
+    ),
+    "the end of each 64 sees one ahead": Edit(
+        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=64))], 3, "FAIL (causality|edges): .*"
+    ),
+    "the end of each 128 sees one ahead": Edit(
+        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=128))], 3, "FAIL (causality|edges): .*"
+    ),
+    "a leak from the fourth batch on": Edit(
+        [(LOGITS, CALL_COUNT.format(last=10**6))], 3, "FAIL .*"
+    ),
+    "a leak in all but the last batches": Edit(
+        [(LOGITS, CALL_COUNT.format(last=120))], 3, "FAIL .*"
+    ),
+    # ---- Of files ----
+    "bigrams counted before the first batch": Edit(
+        [
+            before(TRAIN, ""),
+            ("    with torch.device(", COUNT_BIGRAMS + "    with torch.device("),
+            (LOGITS, "            return logits + self.bigrams[idx]\n"),
+        ],
+        0,
+        r"opened: 2 files of the cache by the run itself \(tokens/.*\).*",
+        best=0.3,
+    ),
+    "a loader with a glob of its own": Edit(
+        [
+            before(
+                TRAIN,
+                "    import numpy, prepare\n"
+                "    own = [numpy.memmap(f, '<u2') for f in prepare.ROOT.rglob('*.bin')]\n",
+            )
+        ],
+        0,
+        r"opened: 2 files of the cache by the run itself \(tokens/.*\).*",
+    ),
+    "the softcap chosen on the validation rows": Edit(
+        [
+            before(
+                EVALUATE,
+                "    import numpy, prepare\n"
+                "    chosen = numpy.fromfile(prepare.ROOT / prepare.VAL_ROWS, '<u2').reshape(-1, MAX_SEQ_LEN + 1)\n"
+                "    prepare.score(compiled_model, chosen[:32], tokenizer.token_bytes, 4)\n",
+            )
+        ],
+        0,
+        r"opened: 1 files of the cache by the run itself \(val/rows\.u16\).*",
+    ),
+    "validation rows looked up during evaluation": Edit(
+        [
+            (
+                LOGITS,
+                "            import numpy, prepare\n"
+                "            numpy.fromfile(prepare.ROOT / prepare.VAL_ROWS, '<u2')\n" + LOGITS,
+            )
+        ],
+        0,
+        r"opened: 1 files .*",
+    ),
+    # ---- Of the ruler's limits and of the budget ----
+    "the probes' limit assigned to": Edit(
+        [before(EVALUATE, "    import prepare\n    prepare.PROBE_MEAN = 99  # because of bf16\n")],
+        3,
+        "FAIL settings: prepare.PROBE_MEAN was assigned 99",
+    ),
+    "the budget assigned to": Edit(
+        [before(TRAIN, "    import prepare\n    prepare.TIME_BUDGET = 4.0\n")],
+        3,
+        "FAIL settings: prepare.TIME_BUDGET was assigned 4.0",
+    ),
+    "1.9 s and 2 % more": Edit(
+        [(MORE_STEPS, "        time_left = elapsed() < 1.02 * TIME_BUDGET + 1.9\n")],
+        0,
+        r"overtime: \d\.\d of 2 s.*",
+        best=0.4,
+    ),
+    "training inside model.eval()": Edit(
+        [
+            (
+                "class GPT(nn.Module):\n",
+                "class GPT(nn.Module):\n"
+                "    def train(self, mode=True):\n"
+                "        until = monotonic() + (0 if mode or not elapsed() else 4)\n"
+                "        while monotonic() < until:\n"
+                "            pass  # stands for training steps\n"
+                "        return super().train(mode)\n\n",
+            )
+        ],
+        0,
+        r"overtime: \d\.\d of 2 s.*",
+    ),
     "another score": Edit(
         [("    report(\n        val_bpb,\n", "    report(\n        val_bpb - 0.1,\n")],
         1,
-        "ValueError: evaluate_bpb returned .*; the ruler itself reports .*",
+        "ValueError: val_bpb is .*, but evaluate_bpb returned .*",
     ),
 }
 

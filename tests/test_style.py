@@ -35,20 +35,23 @@ def test_lines_end_within_100_columns(name):
 WITHOUT_DOCSTRING = {
     "choose_corpus",
     "device_name",
+    "format_value",
     "ignore_interrupts",
     "interrupted",
     "main",
     "own_corpus",
     "parse_arguments",
+    "position_of_key",
     "serve_batches",
     "sha256",
+    "wait_for_device",
 }
 
 
 def test_public_functions_of_the_ruler_say_what_they_do():
     public = [node for node in TREES["prepare.py"].body if isinstance(node, DEFINITIONS)]
     silent = {node.name for node in public if not ast.get_docstring(node)}
-    assert silent == WITHOUT_DOCSTRING
+    assert silent <= WITHOUT_DOCSTRING <= {node.name for node in public}
     assert not silent.intersection(imported_from_prepare())
 
 
@@ -81,7 +84,7 @@ def test_train_is_in_the_order_in_which_it_is_read():
     sections = [line.strip() for line in SECTIONS.strip().splitlines()]
     assert len(titles) == len(sections)
     for title, section in zip(titles, sections, strict=True):
-        assert re.match(rf"{section}(:| no experiment|$)", title)
+        assert re.match(rf"{section}(:| few experiments|$)", title)
 
 
 def imported_from_prepare():
@@ -124,7 +127,9 @@ def test_knobs_are_one_per_line_with_their_reason():
     for line in knobs:
         name, value, comment = re.fullmatch(r"(\w+) *= (\S.*?\S|\S)  +# (\S.*)", line).groups()
         assert name.isupper()
-        assert ast.parse(f"{name} = {value}").body[0].targets[0].id == name
+        (statement,) = ast.parse(f"{name} = {value}").body
+        (target,) = statement.targets
+        assert target.id == name
         assert comment
         names.append(name)
     assert len(names) == len(set(names))
@@ -140,7 +145,7 @@ def test_nothing_else_of_train_looks_like_a_knob():
     for node in TREES["train.py"].body:
         if isinstance(node, ast.Assign) and not begin <= node.lineno <= end:
             others |= {target.id for target in node.targets}
-    assert others == {"POLAR_EXPRESS", "BACKENDS", "LADDER", "PROBE_TOLERANCE"}
+    assert others == {"POLAR_EXPRESS", "BACKENDS", "LADDER", "ATTENTION_TOLERANCE"}
 
 
 # Numbers in train.py outside its knobs besides 0, 1 and 2: mathematics, published coefficients,
@@ -155,9 +160,9 @@ ALLOWED = {
     "reference_attention": {0.5},
     "load_fa3": {9},
     "load_varlen": {8},
-    "load_blocks.attention": {8},
-    "load_blocks.attend": {0.5},
-    "load_sdpa.attention": {64},
+    "load_blocks.attend": {8},
+    "load_blocks.attend_block": {0.5},
+    "load_sdpa.attend": {64},
     "probe_attention": {4},
     "choose_attention": {160},
     "choose_dtype": {8},

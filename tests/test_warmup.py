@@ -16,7 +16,7 @@ T = 16
 def small_run(monkeypatch, fresh_run):
     """A model for steps of 4 x 4 rows of 16 tokens, and 6 rows of validation."""
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=256, DEVICE_BATCH_SIZE=4, MAX_SEQ_LEN=T, COMPILE=False)
-    fresh_run.files = {"val/rows.bin": [6 * 2 * (prepare.MAX_SEQ_LEN + 1), ""]}
+    fresh_run.files = {"val/rows.u16": [6 * 2 * (prepare.MAX_SEQ_LEN + 1), ""]}
     return build(tiny(T=T), scramble=False)
 
 
@@ -50,7 +50,7 @@ def test_warm_up_leaves_no_trace(small_run):
     assert rows == 4
     assert optimizer.steps == 0
     for group in optimizer.param_groups:
-        for state in (*group["mean"], *group["square"]):
+        for state in (*group["exp_avg"], *group["exp_avg_sq"]):
             assert not state.any()
     for name, parameter in small_run.named_parameters():
         assert torch.equal(before[name], parameter), name
@@ -163,7 +163,7 @@ def test_without_a_compiler_the_run_goes_on(small_run, monkeypatch, capsys):
     assert model is small_run
     assert rows == 4
     assert capsys.readouterr().out == (
-        "going on without compilation, slower: InvalidCxxCompiler: No working C++ compiler found\n"
+        "continuing without compilation, which is slower: InvalidCxxCompiler: No working C++ compiler found\n"
     )
 
 
