@@ -489,6 +489,18 @@ def train(model, optimizer, batches, micro_batches, flops_per_token):
     # On a GPU each loss is read one step late, so that the GPU never waits for the reading.
     late = 1 if torch.cuda.is_available() else 0
     unread = deque()
+
+    def log_oldest():
+        step, loss, factor, epoch = unread.popleft()
+        log_step(
+            step,
+            loss.item(),  # waits for that step
+            tokens=TOTAL_BATCH_SIZE,
+            flops_per_token=flops_per_token,
+            lr_factor=factor,
+            epoch=epoch,
+        )
+
     step = 0
     time_left = True
     while time_left:
@@ -497,20 +509,15 @@ def train(model, optimizer, batches, micro_batches, flops_per_token):
         set_schedules(optimizer, progress, step)
         loss, epoch = train_step(model, optimizer, batches, micro_batches)
         step += 1
-        unread.append(loss)
+        unread.append((step, loss, lr_factor(progress), epoch))
+        if len(unread) > late:
+            log_oldest()
         # On a GPU this step is still running, so that two must fit: this one and the next.
         needed = (1 + late) * (monotonic() - began)
         # 0: no batch came from make_dataloader; evaluate_bpb will say so.
         time_left = 0 < elapsed() <= TIME_BUDGET - needed
-        while len(unread) > (late if time_left else 0):
-            log_step(
-                step + 1 - len(unread),
-                unread.popleft().item(),
-                tokens=TOTAL_BATCH_SIZE,
-                flops_per_token=flops_per_token,
-                lr_factor=lr_factor(progress),
-                epoch=epoch,
-            )
+    while unread:
+        log_oldest()
     return step
 
 

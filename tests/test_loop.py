@@ -148,8 +148,21 @@ def test_a_gpu_reads_the_loss_a_step_late_and_stops_a_step_early(monkeypatch, lo
     assert steps == 9
     assert log.steps == list(range(1, 10))
     assert log.losses == losses
-    # The last two are read at the end, when nothing is left to wait for.
-    assert [others["epoch"] for others in log.others] == [2, 3, 4, 5, 6, 7, 8, 9, 9]
+    assert [others["epoch"] for others in log.others] == log.steps
+
+
+def test_on_a_gpu_a_step_is_as_long_as_the_reading_of_its_loss(monkeypatch, log):
+    """A step is queued at once; what takes time is the reading, one step later."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    clock = Clock(0.01)
+
+    def wait(step, loss, **others):
+        clock.now += 1
+        log(step, loss, **others)
+
+    set_knobs(monkeypatch, log_step=wait)
+    steps, _ = train_by(monkeypatch, clock)
+    assert clock.elapsed() <= 10 and steps == len(log.steps) >= 8
 
 
 def test_a_loader_of_ones_own_does_not_train_for_ever(fresh_run):
