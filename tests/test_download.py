@@ -1,8 +1,10 @@
-"""ClimbMix from a local HTTP server through HF_ENDPOINT: what is whole is kept, what is not never is."""
+"""ClimbMix from a local HTTP server through HF_ENDPOINT: what is whole is kept, what is not never
+is."""
 
 import re
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import prepare
@@ -14,10 +16,14 @@ VAL = "shard_06542.parquet"
 
 
 class Hub:
-    """Serves shards; `faults` {shard: function(handler, body, attempt)} may answer in their stead."""
+    """Serves shards; `faults` {shard: function(handler, body, attempt)} may answer in their
+    stead."""
 
     def __init__(self, shards):
-        self.shards, self.faults, self.requests, self.ranges = shards, {}, Counter(), []
+        self.shards = shards
+        self.faults = {}
+        self.requests = Counter()
+        self.ranges = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -66,24 +72,19 @@ def hub(shards, tmp_path, monkeypatch):
 
 
 def on_disk(root):
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
 def whole(shards):
-    return {("val/" if name == VAL else "data/") + name: body for name, body in shards.items()}
+    folders = {name: "val" if name == VAL else "data" for name in shards}
+    return {f"{folders[name]}/{name}": body for name, body in shards.items()}
 
 
 def test_fresh_download_keeps_validation_apart(hub, shards, tmp_path):
     paths = prepare.climbmix(3, workers=8)
-    assert (
-        on_disk(tmp_path) == whole(shards)
-        and paths[-1] == tmp_path / "val" / VAL
-        and len(paths) == 4
-    )
+    assert on_disk(tmp_path) == whole(shards)
+    assert paths[-1] == tmp_path / "val" / VAL and len(paths) == 4
     prepare.climbmix(3, workers=8)
     assert set(hub.requests.values()) == {1}  # what is there is not asked for again
 
@@ -93,6 +94,13 @@ def test_resumes_what_is_partial(hub, shards, tmp_path):
     (tmp_path / "data/shard_00001.parquet.part").write_bytes(shards["shard_00001.parquet"][:1000])
     prepare.climbmix(3, workers=1)
     assert on_disk(tmp_path) == whole(shards) and ("shard_00001.parquet", 1000) in hub.ranges
+
+
+def test_a_shard_that_cannot_be_read_is_fetched_again(hub, shards, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/shard_00001.parquet").write_bytes(b"half of one")
+    prepare.climbmix(3, workers=1)
+    assert on_disk(tmp_path) == whole(shards)
 
 
 @pytest.mark.parametrize("leftover", [b"x" * 500, b"x" * 10**6])
@@ -148,6 +156,10 @@ def unavailable(handler, body, attempt):
     return True
 
 
+def unavailable_twice(handler, body, attempt):
+    return unavailable(handler, body, attempt) if attempt <= 2 else False
+
+
 @pytest.mark.parametrize(
     ("fault", "tries", "reason"),
     [(html, 5, "not a whole parquet"), (unavailable, 5, "503"), (None, 1, "404")],
@@ -162,12 +174,8 @@ def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(
     with pytest.raises(SystemExit) as stop:
         prepare.climbmix(3, workers=2)
     error = capsys.readouterr().err
-    assert (
-        stop.value.code == 2
-        and "shard_00001.parquet" in error
-        and reason in error
-        and error.count("\n") == 1
-    )
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert "shard_00001.parquet" in error and reason in error
     assert hub.requests["shard_00001.parquet"] == tries
     expected = whole(shards)
     del expected["data/shard_00001.parquet"]
@@ -175,9 +183,7 @@ def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(
 
 
 def test_503_twice_is_overcome(hub, shards, tmp_path):
-    hub.faults[VAL] = lambda handler, body, attempt: (
-        attempt <= 2 and unavailable(handler, body, attempt)
-    )
+    hub.faults[VAL] = unavailable_twice
     prepare.climbmix(1, workers=1)
     assert (tmp_path / "val" / VAL).read_bytes() == shards[VAL]
 
@@ -196,21 +202,12 @@ def test_two_preparers_at_once_do_the_work_once(hub, tmp_path):
     hub.shards[VAL] = (tmp_path / "val.parquet").read_bytes()
     environment = {"AUTORESEARCH_CACHE": tmp_path / "cache", "HF_ENDPOINT": hub.url}
     arguments = ("--corpus", "climbmix", "--num-shards", 3)
-    results = []
-    threads = [
-        threading.Thread(
-            target=lambda: results.append(
-                run_script(ROOT / "prepare.py", *arguments, **environment)
-            )
-        )
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [result.returncode for result in results] == [0, 0], [
-        result.output for result in results
-    ]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(run_script, ROOT / "prepare.py", *arguments, **environment)
+            for _ in range(2)
+        ]
+        results = [job.result() for job in jobs]
+    assert [done.returncode for done in results] == [0, 0], [done.output for done in results]
     assert sum("training a tokenizer" in result.stdout for result in results) == 1
     assert set(hub.requests.values()) == {1}

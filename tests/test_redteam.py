@@ -1,5 +1,5 @@
-"""Edits of train.py that are mistaken or out to fool the ruler, each in a real run: what it must end
-with.
+"""Edits of train.py that are mistaken or out to fool the ruler, each in a real run: what it must
+end with.
 
     uv run pytest -m redteam
 
