@@ -18,6 +18,7 @@ import argparse
 import base64
 import bisect
 import contextlib
+import ctypes
 import hashlib
 import importlib.metadata
 import itertools
@@ -465,6 +466,8 @@ def start():
         tempfile.tempdir = os.environ.setdefault("TMPDIR", str(RUNS))
     inductor = (RUNS if shared_cache else CACHE) / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor))
+    if _run.device.type == "cpu":
+        keep_memory()
     # With nvcc but no GPU, torch would print a warning.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     signal.signal(signal.SIGINT, interrupted)
@@ -472,6 +475,15 @@ def start():
     name = device_name(_run.device)
     print(f"run: {PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}, {name}")
     return _run.device
+
+
+def keep_memory():
+    """Makes glibc keep the memory that is freed. By default it returns large blocks to the kernel,
+    which zeroes them anew: 50,000 page faults, more than a tenth of each step on a CPU."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
 def interrupted(number, frame):
@@ -619,10 +631,9 @@ def token_losses(model, inputs, targets, token_bytes):
         raise IntegrityError(f"shape: model(x) returned {shape}, not a plain tensor {wanted}")
     on_device = torch.from_numpy(targets.astype(np.int64)).to(device)
     losses = []
-    for row, target in zip(
-        logits, on_device, strict=True
-    ):  # fp32 of all would be the largest tensor
-        # Not logsumexp minus gather, which cancels: 2**28 added to all logits would score 0.
+    # Row by row, since all logits in fp32 would be the largest tensor. Not logsumexp minus gather,
+    # which cancels: 2**28 added to all logits would score 0.
+    for row, target in zip(logits, on_device, strict=True):
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
     losses = torch.stack(losses).cpu().numpy()
@@ -822,8 +833,9 @@ def flags():
         found.append(f"startup: {startup:.0f} s, over {STARTUP_LIMIT}")
     if _run.other_processes or other_gpu_processes():
         found.append("shared: another process computed on this GPU")
-    # Two steps may be queued when the budget ends; without log_step nobody knows how long one is.
-    allowed = 1 + 2 * elapsed() / _run.steps if _run.steps else 2 + 0.02 * TIME_BUDGET
+    allowed = 2 + 0.02 * TIME_BUDGET
+    if _run.steps:  # two may be queued when the budget ends; not every one need be logged
+        allowed = min(1 + 2 * elapsed() / _run.steps, 2 + 0.1 * TIME_BUDGET)
     if elapsed() > TIME_BUDGET + allowed:
         found.append(f"overtime: {elapsed():.1f} of {TIME_BUDGET:g} s")
     evaluation = _run.eval_ended - _run.eval_began

@@ -199,6 +199,8 @@ def test_a_machine_that_slows_down_in_a_curriculum_is_flagged(fresh_run):
         (0, 8.1, True),
         (100, 6.9, False),  # a step takes 3 s: 1 s and two of them
         (100, 7.2, True),
+        (3, 31.9, False),  # few were logged, or they are very long: a tenth and 2 s
+        (3, 32.1, True),
         (3000, 1.15, False),
         (3000, 1.25, True),
     ],
