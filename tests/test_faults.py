@@ -26,7 +26,7 @@ pytestmark = pytest.mark.faults
 # ---- Processes and caches ----
 @pytest.fixture(scope="module")
 def code(tmp_path_factory):
-    """A folder with both scripts and nothing else: --verify looks for large files beside them."""
+    """A folder with both scripts, train.py of a tiny model."""
     return edited(tmp_path_factory.mktemp("faults") / "code").parent
 
 
@@ -107,7 +107,7 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def whole(code, tmp_path_factory):
+def whole(code):
     seconds = []
     with tempfile.TemporaryDirectory() as cache:
         for script in ("prepare.py", "train.py"):
