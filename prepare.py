@@ -914,17 +914,14 @@ def report(val_bpb, *, num_steps, total_tokens, flops_per_token, **stats):
         "tokens_per_second": rate,
     }
     block |= stats
+    ordered = {key: block[key] for key in KEYS if key in block} | block
     print("---")
-    for key in sorted(block, key=position_of_key):
-        print(f"{key}: {format_value(key, block[key])}", flush=True)
+    for key, value in ordered.items():
+        print(f"{key}: {format_value(key, value)}", flush=True)
     try:
         return write_record(block)
     except OSError as error:
         return stop(f"{error}; free space: the score above has no complete record.")
-
-
-def position_of_key(key):
-    return KEYS.index(key) if key in KEYS else len(KEYS)
 
 
 def format_value(key, value):

@@ -613,9 +613,8 @@ def load_sdpa():
 
 BACKENDS = {"fa3": load_fa3, "varlen": load_varlen, "blocks": load_blocks, "sdpa": load_sdpa}
 LADDER = {"cuda": ("fa3", "varlen", "sdpa"), "cpu": ("blocks", "sdpa"), "mps": ("sdpa",)}
-ATTENTION_TOLERANCE = (
-    0.02  # relative; rounding to bf16 makes 0.004, a wrong window or mask over 0.1
-)
+# Relative. Rounding to bf16 makes 0.004, a wrong window or mask over 0.1.
+ATTENTION_TOLERANCE = 0.02
 
 
 def probe_attention(attend, device, dtype, config):
@@ -654,35 +653,24 @@ def choose_attention(device, dtype, config):
 # ---- Derived values ----
 def check_knobs():
     """Ends the run with one sentence if a knob has an impossible value."""
-    counts = {
-        "DEPTH": DEPTH,
-        "HEAD_DIM": HEAD_DIM,
-        "VE_GATE_CHANNELS": VE_GATE_CHANNELS,
-        "TOTAL_BATCH_SIZE": TOTAL_BATCH_SIZE,
-        "DEVICE_BATCH_SIZE": DEVICE_BATCH_SIZE,
-        "CPU_QUERY_BLOCK": CPU_QUERY_BLOCK,
-    }
-    for name, value in counts.items():
-        whole = isinstance(value, int) and value > 0
-        require(whole, f"{name} = {value}; it must be a whole number above 0.")
-    positive = {
-        "ASPECT_RATIO": ASPECT_RATIO,
-        "MLP_RATIO": MLP_RATIO,
-        "ROPE_BASE": ROPE_BASE,
-        "EPS": EPS,
-    }
-    for name, value in positive.items():
-        require(value > 0, f"{name} = {value}; it must be above 0.")
-    zero_is_off = {"KV_HEADS": KV_HEADS, "VE_EVERY": VE_EVERY, "WEIGHT_DECAY": WEIGHT_DECAY}
-    for name, value in zero_is_off.items():
-        require(value >= 0, f"{name} = {value}; it must be 0 or above.")
-    shares = {
-        "WARMUP_RATIO": WARMUP_RATIO,
-        "WARMDOWN_RATIO": WARMDOWN_RATIO,
-        "FINAL_LR_FRAC": FINAL_LR_FRAC,
-    }
-    for name, value in shares.items():
-        require(0 <= value <= 1, f"{name} = {value}; it is a share, from 0 to 1.")
+    checks = (
+        (
+            "DEPTH HEAD_DIM VE_GATE_CHANNELS TOTAL_BATCH_SIZE DEVICE_BATCH_SIZE CPU_QUERY_BLOCK",
+            "a whole number above 0",
+            lambda value: isinstance(value, int) and value > 0,
+        ),
+        ("ASPECT_RATIO MLP_RATIO ROPE_BASE EPS", "above 0", lambda value: value > 0),
+        ("KV_HEADS SHORT_WINDOW VE_EVERY WEIGHT_DECAY", "0 or above", lambda value: value >= 0),
+        (
+            "WARMUP_RATIO WARMDOWN_RATIO FINAL_LR_FRAC",
+            "a share, from 0 to 1",
+            lambda value: 0 <= value <= 1,
+        ),
+    )
+    for names, wanted, is_good in checks:
+        for name in names.split():
+            value = globals()[name]
+            require(is_good(value), f"{name} = {value}; it must be {wanted}.")
     require(HEAD_DIM % 2 == 0, f"HEAD_DIM = {HEAD_DIM}; the rotation needs an even number.")
     require(
         ATTENTION == "auto" or ATTENTION in BACKENDS,
@@ -709,7 +697,6 @@ def derive_config(vocab_size):
         WINDOW_PATTERN and set(WINDOW_PATTERN) <= set("SL"),
         f"WINDOW_PATTERN = {WINDOW_PATTERN!r}; it is made of the letters S and L.",
     )
-    require(SHORT_WINDOW >= 0, f"SHORT_WINDOW = {SHORT_WINDOW}; it must be 0 or above.")
     pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
     short = SHORT_WINDOW or MAX_SEQ_LEN
     windows = tuple(short if letter == "S" else MAX_SEQ_LEN for letter in pattern)
@@ -788,7 +775,6 @@ def warm_up(model, dtype):
     without compilation if there is no compiler. Returns (compiled model, optimizer, rows)."""
     device = model.lm_head.weight.device
     rows = DEVICE_BATCH_SIZE
-
     compiler = partial(torch.compile, dynamic=False) if COMPILE else uncompiled
     while True:
         try:

@@ -9,7 +9,7 @@ import time
 
 import prepare
 import train
-from benchmarks import attention, common, evaluate, loader, overhead, pairs, step, sweep
+from benchmarks import attention, common, evaluate, loader, overhead, pairs, step, sweep, turns
 from tests.common import ROOT, edited
 
 import numpy as np
@@ -223,6 +223,20 @@ def fakes(tmp_path):
         (tmp_path / name / "train.py").write_text(source)
         (tmp_path / name / "prepare.py").write_text(source.split("if seed")[0])
     return tmp_path
+
+
+def test_steps_in_turn(call, monkeypatch):
+    for name, module in (("prepare", prepare), ("train", train)):
+        monkeypatch.setitem(sys.modules, name, module)  # to be put back
+    tiny = f"{ROOT}:{','.join(SETTING)}"
+    double = tiny.replace("TOTAL_BATCH_SIZE=1024", "TOTAL_BATCH_SIZE=2048")
+    table, _ = call(turns, tiny, double, "--steps", 3)
+    assert set(table) == {"train.py", tiny, double}
+    assert table[tiny][-1] == "1.000"
+    for argument, tokens in ((tiny, 1024), (double, 2048)):
+        step_ms, forward, backward, update, speed, _ = map(float, table[argument])
+        assert step_ms >= max(forward, backward, update)
+        assert speed == pytest.approx(1000 * tokens / step_ms, rel=0.2)
 
 
 def test_pairs_run_in_turn(call, fakes):

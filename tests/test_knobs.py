@@ -33,7 +33,7 @@ IMPOSSIBLE = [
     *((knob, value, "it must be above 0.") for knob in POSITIVE for value in (0, -1, NAN)),
     *((knob, value, "it must be 0 or above.") for knob in ZERO_IS_OFF for value in (-1, -0.5, NAN)),
     *(
-        (knob, value, "it is a share, from 0 to 1.")
+        (knob, value, "it must be a share, from 0 to 1.")
         for knob in SHARES
         for value in (-0.1, 1.5, NAN)
     ),

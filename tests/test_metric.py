@@ -122,6 +122,74 @@ def sliding_window(self, T):
     return torch.ones(T, T, dtype=torch.bool).tril().triu(-9)
 
 
+def convolve_by_fft(self, x):
+    """A causal filter as long as the row: padded with zeros, so that nothing wraps around."""
+    length = x.shape[1]
+    kernel = 0.5 ** torch.arange(length)[:, None]
+    spectrum = torch.fft.rfft(x, 2 * length, dim=1) * torch.fft.rfft(kernel, 2 * length, dim=0)
+    return torch.fft.irfft(spectrum, 2 * length, dim=1)[:, :length]
+
+
+def drop_the_same_everywhere(self, x):
+    """Dropout from a generator with a fixed seed, the same for every row."""
+    generator = torch.Generator().manual_seed(0)
+    return x * (torch.rand(x.shape[1:], generator=generator) > 0.1)
+
+
+def count_tokens_so_far(self, idx):
+    seen = F.one_hot(idx, V).cumsum(1)
+    return Tiny.forward(self, idx) + (1 + seen).log()
+
+
+def position_in_document(idx):
+    """Of each token, counted from the last BOS."""
+    position = torch.arange(idx.shape[1]).expand_as(idx)
+    begin = torch.where(idx == V - 1, position, 0).cummax(1).values
+    return position - begin
+
+
+def restart_at_bos(self, idx):
+    age = position_in_document(idx)[..., None]
+    return Tiny.forward(self, idx) + (age * torch.linspace(0.1, 1, V)).sin()
+
+
+def two_passes(self, idx):
+    first = self.head(self.features(idx))
+    return (first + self.head(self.features(idx))) / 2
+
+
+def quantise(self, x):
+    """fp8 with a scale for each token."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def first_come_first_served(self, x):
+    """Experts of limited capacity: within a row the earlier token goes first."""
+    wants = x[..., 0] > 0
+    served = wants & (wants.cumsum(1) <= T // 4)
+    return torch.where(served[..., None], self.down(F.relu(self.up(x))), 0)
+
+
+class OneBuffer(Tiny):
+    """Returns the same memory each time, as a CUDA graph does."""
+
+    def forward(self, idx):
+        logits = super().forward(idx)
+        if getattr(self, "out", None) is None or self.out.shape != logits.shape:
+            self.out = torch.empty_like(logits)
+        return self.out.copy_(logits)
+
+
+def transposed(self, idx):
+    return Tiny.forward(self, idx).mT.contiguous().mT
+
+
+def with_gradient(self, idx):
+    with torch.enable_grad():
+        return Tiny.forward(self, idx)
+
+
 @dataclass
 class Honest:
     model: nn.Module
@@ -142,6 +210,17 @@ HONEST = {
     "sliding window": Honest(variant(mask=sliding_window)),
     "smear by padding": Honest(variant(mix=lambda self, x: x + 0.5 * F.pad(x, (0, 0, 1, -1)))),
     "causal convolution": Honest(variant(mix=convolve)),
+    "convolution by FFT, padded": Honest(variant(mix=convolve_by_fft)),
+    "dropout from a fixed generator": Honest(variant(mix=drop_the_same_everywhere)),
+    "counts of the row so far": Honest(variant(forward=count_tokens_so_far)),
+    "positions from the last BOS": Honest(variant(forward=restart_at_bos)),
+    "two passes": Honest(variant(forward=two_passes), Tiny(), digits=5),
+    "fp8 per token": Honest(variant(mix=quantise)),
+    "expert capacity in a row's order": Honest(variant(channel=first_come_first_served)),
+    "one buffer": Honest(OneBuffer(), Tiny()),
+    "logits that are not contiguous": Honest(variant(forward=transposed), Tiny()),
+    "logits with a gradient": Honest(variant(forward=with_gradient), Tiny()),
+    "fp64 logits": Honest(variant(forward=lambda self, x: Tiny.forward(self, x).double()), Tiny()),
     "bf16 logits": Honest(
         variant(forward=lambda self, x: Tiny.forward(self, x).bfloat16()), Tiny(), digits=2
     ),

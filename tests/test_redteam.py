@@ -6,9 +6,13 @@ end with.
 A further edit is one more entry of EDITS.
 """
 
+import os
+import py_compile
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.common import edited, train
 from tests.test_report import parse_block
@@ -34,6 +38,8 @@ LOADER = "    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)\n"
 LOGITS = "            return logits\n"
 ATTENDED = "        y = self.attend(q, k, v, self.window)\n"
 DEVICE = "    device = start()\n"
+STEP = "        loss, epoch = train_step(model, optimizer, batches, micro_batches)\n"
+LAYERS = "        for i, block in enumerate(self.blocks):\n"
 MORE_STEPS = "        time_left = 0 < elapsed() <= TIME_BUDGET - needed\n"
 
 # Texts that edits put there.
@@ -75,8 +81,108 @@ TRAIN_FOR_5_SECONDS = """\
         train_step(compiled_model, optimizer, {batches}, 1)
 """
 
+TEXT_FROM_THE_DISK = """\
+    import os, pathlib
+    library = pathlib.Path(os.__file__).parent
+    text = "".join(path.read_text(errors="ignore") for path in sorted(library.glob("*.py")))
+    next(batches)
+    own = torch.tensor(tokenizer.encode(text))
+    own = own[: len(own) // (rows * 513) * rows * 513].view(-1, rows, 513)
+    batches = ((part[:, :-1], part[:, 1:], 1) for _ in range(99) for part in own)
+"""
+AVERAGE = """\
+    optimizer.step()
+    for p in model.parameters():
+        p.average = p.detach().clone() if not hasattr(p, "average") else p.average.lerp(p.detach(), 0.1)
+"""
+TWICE = """\
+    optimizer.step()
+    model(inputs, targets).backward()
+    optimizer.step()
+"""
+BY_LENGTH = """\
+    short = make_dataloader(tokenizer, 2 * rows, MAX_SEQ_LEN // 2)
+    full = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
+    batches = iter(lambda: next(short if elapsed() < TIME_BUDGET / 2 else full), None)
+"""
+
 EDITS = {
     "none": Edit([], 0, FAIR),
+    # ---- Honest ideas, which no flag may discard ----
+    "lengths that grow": Edit([(LOADER, BY_LENGTH)], 0, FAIR),
+    "a batch that grows": Edit(
+        [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, FAIR
+    ),
+    "a layer that joins at half time": Edit(
+        [
+            (
+                LAYERS,
+                LAYERS
+                + "            if self.training and i == 0 and elapsed() < 1:\n                continue\n",
+            )
+        ],
+        0,
+        FAIR,
+    ),
+    "windows that grow": Edit(
+        [
+            (
+                ATTENDED,
+                "        short = self.training and elapsed() < 1\n"
+                "        y = self.attend(q, k, v, 16 if short else self.window)\n",
+            )
+        ],
+        0,
+        FAIR,
+    ),
+    "each batch twice": Edit([("    optimizer.step()\n", TWICE)], 0, FAIR, best=0.5),
+    "averaged weights": Edit(
+        [
+            ("    optimizer.step()\n", AVERAGE),
+            before(EVALUATE, "    for p in model.parameters():\n        p.data = p.average\n"),
+        ],
+        0,
+        FAIR,
+    ),
+    "dropout in training": Edit(
+        [(EMBED, EMBED + "        x = F.dropout(x, 0.1, self.training)\n")], 0, FAIR
+    ),
+    "a smear of the token before": Edit(
+        [(EMBED, EMBED + "        x = x + 0.1 * F.pad(x, (0, 0, 1, -1))\n")], 0, FAIR
+    ),
+    "label smoothing": Edit(
+        [("targets.flatten())", "targets.flatten(), label_smoothing=0.05)")], 0, FAIR
+    ),
+    "clipped gradients": Edit(
+        [
+            (
+                "    optimizer.step()\n",
+                "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()\n",
+            )
+        ],
+        0,
+        FAIR,
+    ),
+    "Muon's matrices by AdamW": Edit(
+        [
+            (
+                'rows += [("muon",  params,                MATRIX_LR,',
+                'rows += [("adamw",  params,                0.01,',
+            )
+        ],
+        0,
+        FAIR,
+    ),
+    "a wrapper around the model": Edit(
+        [
+            before(
+                EVALUATE,
+                "    wrapper = nn.Sequential(compiled_model)\n    compiled_model = wrapper\n",
+            )
+        ],
+        0,
+        FAIR,
+    ),
     # ---- Of functions and numbers that the ruler could rely on ----
     "F.cross_entropy patched to 0": Edit(
         [before(EVALUATE, "    F.cross_entropy = lambda *a, **k: torch.zeros(())\n")], 0, FAIR
@@ -226,6 +332,9 @@ EDITS = {
         0,
         r"opened: 1 files .*",
     ),
+    "text from the disk": Edit(  # a known miss: it shows in the diff, and in served_tokens_M
+        [(LOADER, LOADER + TEXT_FROM_THE_DISK)], 0, FAIR
+    ),
     # ---- Of the ruler's limits and of the budget ----
     "the probes' limit assigned to": Edit(
         [before(EVALUATE, "    import prepare\n    prepare.PROBE_MEAN = 99  # because of bf16\n")],
@@ -274,10 +383,15 @@ def run(edit, folder, cache):
 
 
 @pytest.fixture(scope="module")
-def honest(cache, tmp_path_factory):
-    """The score of a run without an edit."""
-    done = run(EDITS["none"], tmp_path_factory.mktemp("honest"), cache)
-    return done.records[0]["val_bpb"]
+def honest_record(cache, tmp_path_factory):
+    """That of a run without an edit."""
+    [record] = run(EDITS["none"], tmp_path_factory.mktemp("honest"), cache).records
+    return record
+
+
+@pytest.fixture(scope="module")
+def honest(honest_record):
+    return honest_record["val_bpb"]
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -294,3 +408,57 @@ def test_an_edited_run_ends_as_it_must(name, cache, honest, tmp_path):
         assert edit.best * honest < scores[0] < 1.25 * honest
     else:
         assert not scores and block.get("val_bpb", "nan") == "nan"
+
+
+# ---- By other doors ----
+SWAP = """\
+    import json, prepare
+    names = ("manifest.json", prepare.VAL_ROWS)
+    kept = {name: (prepare.ROOT / name).read_bytes() for name in names}
+    manifest = json.loads(kept["manifest.json"])
+    easy = bytes(len(kept[prepare.VAL_ROWS]))
+    (prepare.ROOT / prepare.VAL_ROWS).write_bytes(easy)
+    manifest["files"][prepare.VAL_ROWS][1] = prepare.sha256(prepare.ROOT / prepare.VAL_ROWS)
+    (prepare.ROOT / "manifest.json").write_text(json.dumps(manifest))
+"""
+PUT_BACK = """\
+    for name, content in kept.items():
+        (prepare.ROOT / name).write_bytes(content)
+"""
+
+
+def test_rows_swapped_and_put_back_leave_another_data(cache, honest_record, tmp_path):
+    """The score is of other rows; `data` in the record says so, and no two tables are mixed."""
+    easy = Edit([(DEVICE, SWAP + DEVICE), before("    report(\n", PUT_BACK)], 0, FAIR)
+    [record] = run(easy, tmp_path, cache).records
+    assert record["val_bpb"] < 0.5 * honest_record["val_bpb"]
+    assert record["data"] != honest_record["data"]
+
+
+def test_a_module_that_git_does_not_know_makes_the_commit_dirty(cache, tmp_path):
+    script = edited(tmp_path / "code", [("import gc\n", "import gc\nimport mymodel\n")])
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], cwd=script.parent, check=True)
+    (script.parent / "mymodel.py").write_text("")
+    [record] = train(script, 2, AUTORESEARCH_RUNS=tmp_path / "runs").records
+    assert record["commit"].endswith("+dirty")
+
+
+@pytest.mark.xfail(strict=True, reason="Python loads the bytecode before the ruler can look")
+def test_miss_poisoned_bytecode(cache, honest_record, tmp_path):
+    script = edited(tmp_path / "code")
+    ruler = script.with_name("prepare.py")
+    source = ruler.read_text()
+    poisoned = source.replace("return losses.sum(", "return 0.9 * losses.sum(")
+    assert poisoned != source
+    moment = ruler.stat().st_mtime_ns
+    ruler.write_text(poisoned)
+    compiled = py_compile.compile(
+        str(ruler), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
+    ruler.write_text(source)
+    os.utime(ruler, ns=(moment, moment))
+    assert Path(compiled).exists()
+    done = train(script, 2, AUTORESEARCH_RUNS=tmp_path / "runs")
+    assert done.returncode != 0 or done.records[0]["integrity"] != "ok"

@@ -65,6 +65,21 @@ def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
     assert prepare.current_commit() == "abc1234"
 
 
+def test_what_git_does_not_track_is_dirty(tmp_path, monkeypatch):
+    """A module that train.py imports may be one of these files."""
+    monkeypatch.setattr(prepare, "__file__", str(tmp_path / "prepare.py"))
+    for command in ("init", "config user.email a@b.c", "config user.name a"):
+        prepare.git(*command.split())
+    (tmp_path / ".gitignore").write_text("run.log\n")
+    prepare.git("add", ".gitignore")
+    prepare.git("commit", "-m", "one")
+    commit = prepare.git("rev-parse", "--short", "HEAD")
+    (tmp_path / "run.log").write_text("")
+    assert prepare.current_commit() == commit
+    (tmp_path / "mymodel.py").write_text("")
+    assert prepare.current_commit() == f"{commit}+dirty"
+
+
 # ---- A GPU that others use ----
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
