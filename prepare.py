@@ -79,9 +79,15 @@ def environment_number(name, default, kind, low, high):
     return number
 
 
+AMD_DRIVER = "/dev/kfd"
+
+
 def gpu_present():
-    """Whether there is an NVIDIA GPU that may be used, without importing torch to ask."""
-    driver = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
+    """Whether there is a GPU that may be used, without importing torch to ask: an NVIDIA one or,
+    if this torch is built for ROCm, an AMD one."""
+    driver = ["/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"]
+    if "rocm" in importlib.metadata.version("torch"):
+        driver = [AMD_DRIVER]
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return any(os.path.exists(path) for path in driver) and not hidden
 
@@ -142,23 +148,23 @@ _frozen = {name: globals()[name] for name in FROZEN}
 
 # ---- Device ----
 # Dense bf16 peaks in TFLOP/s, from the vendors' data sheets; of two names that fit, the first.
-# None: a laptop's card, whose name contains that of another.
 # fmt: off
 PEAK_TFLOPS = {
     "GB200": 2500, "B200": 2250, "B100": 1800, "H200 NVL": 836, "H200": 989, "H100 NVL": 835,
     "H100 PCIe": 756, "H100": 989, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "L40S": 362,
-    "L4": 121, "RTX 5090 Laptop": None, "RTX 5090": 209.5, "RTX 4090 Laptop": None,
-    "RTX 4090": 165.2, "RTX 3090": 71,
+    "L4": 121, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71,
 }
 # fmt: on
+OTHER_CARD = {"Ti", "SUPER", "D", "Laptop", "Max"}  # with such a word more it is another card
 
 
 def peak_flops(device_name):
     """FLOP/s of the card; None where the table does not have it: never another card's peak."""
     words = set(device_name.replace("-", " ").split())
     for card, tflops in PEAK_TFLOPS.items():
-        if words.issuperset(card.split()):
-            return tflops and tflops * 1e12
+        more = words - set(card.split())
+        if words.issuperset(card.split()) and not more & OTHER_CARD:
+            return tflops * 1e12
     return None
 
 
@@ -167,6 +173,13 @@ def training_device():
     import torch
 
     if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        built_for = [int(name[3:]) for name in torch.cuda.get_arch_list() if name[:3] == "sm_"]
+        if 10 * major + minor < min(built_for, default=0):
+            stop(
+                f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, too old "
+                "for this torch; choose another GPU by CUDA_VISIBLE_DEVICES, or set that to -1."
+            )
         return torch.device("cuda")
     if GPU_PRESENT:
         stop(
@@ -195,26 +208,68 @@ def peak_memory_mb(device):
     return peak, peak
 
 
+def nvidia_smi(query):
+    """What nvidia-smi says of the GPU in use; empty where there is none or it cannot tell. By its
+    UUID, since nvidia-smi numbers the devices its own way."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-{query}", "--format=csv,noheader"]
+    try:
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=20
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def other_gpu_processes():
     """Ids of the other processes that nvidia-smi lists on the GPU in use. Exactly one entry is this
     process, in a container under an id that it does not know; alone, it is the only one."""
     import torch
 
-    if not torch.cuda.is_available():
-        return []
-    torch.zeros(1, device="cuda")  # so that the driver lists this process
-    torch.cuda.synchronize()
-    # By its UUID, since nvidia-smi numbers the devices its own way.
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    query = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-compute-apps=pid", "--format=csv,noheader"]
-    try:
-        output = subprocess.check_output(query, stderr=subprocess.DEVNULL, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    listed = [word for word in output.split() if word.isdigit()]
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # so that the driver lists this process
+        torch.cuda.synchronize()
+    listed = [word for word in nvidia_smi("compute-apps=pid").split() if word.isdigit()]
     if len(listed) < 2:
         return []
     return [process for process in listed if process != str(os.getpid())]
+
+
+def gpu_state():
+    """Clock, temperature in degrees Celsius and reasons for a lower clock of the GPU, for whoever
+    wonders about `unsteady`; None without nvidia-smi."""
+    return nvidia_smi("gpu=clocks.sm,temperature.gpu,clocks_event_reasons.active") or None
+
+
+def hub_kernel(repository, version):
+    """(module, snapshot) of a kernel on the Hugging Face hub. Later runs load it from the folder of
+    the first, without the hub: a version is a branch that moves, and it is not found offline even
+    when it was downloaded. Raises what loading raises."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from kernels import get_kernel
+
+    known = CACHE / "kernels" / f"{repository.replace('/', '--')}-v{version}"
+    folder = known.read_text() if known.exists() else ""
+    if os.path.isdir(folder):
+        os.environ.setdefault("LOCAL_KERNELS", f"{repository}={folder}")
+    for attempt in range(3):
+        try:
+            module = get_kernel(repository, version=version)
+            break
+        except Exception:  # of some class of the hub's client; it may answer when asked again
+            if attempt == 2:
+                raise
+            time.sleep(BACKOFF * 2**attempt)
+    for folder in Path(module.__file__).parents:
+        if folder.parent.name == "snapshots":
+            with contextlib.suppress(OSError), replacing(known) as file:  # if CACHE is read-only
+                file.write(str(folder).encode())
+            return module, folder.name[:8]
+    return module, "local"
 
 
 # ---- Files and manifest: a file appears complete or not at all ----
@@ -440,6 +495,8 @@ def begin_run():
     _run.train_sha256 = sha256(script) if script else "none"
     _run.prepare_sha256 = manifest["settings"]["prepare"]
     _run.commit = current_commit()
+    # Before the first tensor: otherwise a batch size that just fits may fail later.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     _run.device = training_device()
     _run.other_processes = other_gpu_processes()
     if _run.other_processes and os.environ.get("AUTORESEARCH_SHARED_GPU") != "1":
@@ -468,6 +525,8 @@ def start():
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor))
     if _run.device.type == "cpu":
         keep_memory()
+        if os.path.exists(AMD_DRIVER):
+            print("note: this torch is not built for the AMD GPU here, so the CPU trains")
     # With nvcc but no GPU, torch would print a warning.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     signal.signal(signal.SIGINT, interrupted)
@@ -763,6 +822,8 @@ def evaluate_bpb(model, tokenizer, batch_size):
         token_bytes = Tokenizer.from_directory().token_bytes
         _run.val_bpb, _ = score(model, rows, token_bytes, batch_size)
     except IntegrityError as error:
+        if _run.record is not None:
+            _run.record.unlink(missing_ok=True)  # that of an evaluation before this one
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
     _run.eval_ended = _now()
@@ -820,8 +881,8 @@ def log_step(step, loss, *, tokens, flops_per_token, lr_factor, epoch):
 KEYS = """
     val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps
     num_params_M depth train_loss curve served_tokens_M eval_seconds startup_seconds
-    tokens_per_second peak_reserved_mb profile time_budget seed device attention torch commit data
-    prepare integrity
+    tokens_per_second peak_reserved_mb profile time_budget seed device gpu attention torch commit
+    data prepare integrity
 """.split()
 
 
@@ -888,6 +949,7 @@ def known_stats():
         "time_budget": TIME_BUDGET,
         "seed": SEED,
         "device": device_name(_run.device),
+        "gpu": gpu_state(),
         "torch": importlib.metadata.version("torch"),
         "commit": _run.commit,
         "data": hashlib.sha256(json.dumps(_run.files).encode()).hexdigest()[:8],

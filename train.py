@@ -11,6 +11,9 @@ Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary.
 
 import gc
 import math
+import os
+import re
+import shutil
 import sys
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ from prepare import (  # first: its import starts the clock of total_seconds
     elapsed,
     eval_batch_size,
     evaluate_bpb,
+    hub_kernel,
+    largest_divisor,
     log_step,
     make_dataloader,
     report,
@@ -36,6 +41,11 @@ from prepare import (  # first: its import starts the clock of total_seconds
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 # ---- Knobs: every number worth turning; `full` is for a GPU, `small` for anything else ----
 # fmt: off
@@ -85,6 +95,7 @@ FINAL_LR_FRAC     = 0.0                              # final lr / peak lr
 # Run
 ATTENTION         = "auto"                           # or fa3, varlen, blocks, sdpa
 CPU_QUERY_BLOCK   = 128                              # queries per block of attention on a CPU
+RECOMPUTE         = False                            # True: a third less memory, a little slower
 COMPILE           = True                             # False: slower, errors point at their line
 # fmt: on
 
@@ -189,6 +200,17 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def keep_products():
+    """For `checkpoint`: of a block keeps the matrix products and attention for the backward pass.
+    All else is cheap and is computed again."""
+
+    def policy(context, operator, *args, **kwargs):
+        is_product = re.search("mm|att", str(operator))
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.MUST_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 class GPT(nn.Module):
     def __init__(self, config, attend):
         super().__init__()
@@ -220,7 +242,12 @@ class GPT(nn.Module):
             if self.x0_lambdas is not None:
                 x = x + self.x0_lambdas[i] * x0
             ve = self.value_embeddings[str(i)](idx) if i in self.config.value_layers else None
-            x = block(x, ve, cos, sin)
+            if RECOMPUTE and self.training:
+                x = checkpoint(
+                    block, x, ve, cos, sin, use_reentrant=False, context_fn=keep_products
+                )
+            else:
+                x = block(x, ve, cos, sin)
         x = norm(x)
 
         logits = self.lm_head(x).float()
@@ -417,6 +444,9 @@ class MuonAdamW:
         """One update of every parameter; clears the gradients."""
         self.steps += 1
         for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:  # it had no part in this step
+                    p.grad = torch.zeros_like(p)
             if group["kind"] == "muon":
                 self.step_muon(group)
             else:
@@ -541,15 +571,21 @@ def load_fa3():
     """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper alone."""
     if torch.cuda.get_device_capability() != (9, 0):
         raise RuntimeError("needs compute capability 9.0")
-    from kernels import get_kernel
-
-    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_func
+    module, snapshot = hub_kernel("kernels-community/flash-attn3", version=1)
 
     def attend(q, k, v, window):
-        out = flash(q, k, v, causal=True, window_size=(window, 0))
+        size = window_size(window, q.shape[1])
+        out = module.flash_attn_func(q, k, v, causal=True, window_size=size)
         return out[0] if isinstance(out, tuple) else out
 
+    attend.snapshot = snapshot  # for the record
     return attend
+
+
+def window_size(window, T):
+    """As flash attention takes it. For what covers the row torch has a quicker kernel on some
+    cards, but only if the window is written as -1."""
+    return (-1, 0) if window >= T - 1 else (window, 0)
 
 
 def load_varlen():
@@ -562,7 +598,7 @@ def load_varlen():
         B, T, H, D = q.shape
         ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
         q, k, v = (x.reshape(B * T, H, D) for x in (q, k, v))
-        out = varlen_attn(q, k, v, ends, ends, T, T, window_size=(window, 0))
+        out = varlen_attn(q, k, v, ends, ends, T, T, window_size=window_size(window, T))
         return out.view(B, T, H, D)
 
     return attend
@@ -620,6 +656,8 @@ ATTENTION_TOLERANCE = 0.02
 def probe_attention(attend, device, dtype, config):
     """Compares forward and backward with the reference, at the real head size and windows, since a
     kernel that imports may still be wrong. Raises RuntimeError."""
+    if COMPILE and device.type == "cuda":
+        attend = torch.compile(attend, dynamic=False)  # may fail where the kernel does not
     generator = torch.Generator().manual_seed(0)
     shape = (1, config.sequence_len, config.n_head, config.head_dim)
     for window in sorted(set(config.windows)):
@@ -639,14 +677,18 @@ def choose_attention(device, dtype, config):
     """(name, attend) of the first back-end for this device that passes the probe; prints why others
     were rejected."""
     names = LADDER[device.type] if ATTENTION == "auto" else (ATTENTION,)
+    if ATTENTION == "auto" and torch.version.hip:  # AMD: its flash attention was never tried
+        names = ("sdpa",)
     for name in names:
         try:
             attend = BACKENDS[name]()
             probe_attention(attend, device, dtype, config)
-            return name, attend
+            return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"attention: not {name}: {reason[:160]}")
+    if ATTENTION == "auto":
+        stop("no attention works here, see above; update the driver, or set ATTENTION in train.py.")
     return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto.")
 
 
@@ -770,35 +812,96 @@ def rehearse(model, dtype, rows, compiler):
     return compiled_model, optimizer
 
 
+MEMORY_SHARE = 0.92  # of a GPU's memory that warm-up may fill; what grows later takes the rest
+
+
+def first_rows(model):
+    """DEVICE_BATCH_SIZE, but on a GPU no more than free memory suggests: each failed try would
+    compile everything once more."""
+    rows = DEVICE_BATCH_SIZE
+    if model.lm_head.weight.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        # Activations of two bytes per layer and channel, found with benchmarks/nogpu.py --memory.
+        activations = 14 if RECOMPUTE else 22
+        row = activations * 2 * len(model.blocks) * MAX_SEQ_LEN * model.config.n_embd
+        while rows > 1 and rows * row > MEMORY_SHARE * free:
+            rows = fewer_rows(rows, "by free memory")
+    return rows
+
+
+def fewer_rows(rows, why):
+    """The largest number of rows up to half as many that divides the batch."""
+    fewer = largest_divisor(TOTAL_BATCH_SIZE // MAX_SEQ_LEN, rows // 2)
+    print(f"{why}: DEVICE_BATCH_SIZE {rows} -> {fewer}, TOTAL_BATCH_SIZE stays {TOTAL_BATCH_SIZE}")
+    return fewer
+
+
+def is_out_of_memory(error):
+    """Whether that is what it means: compilation wraps the exception, and libraries have classes
+    and words of their own."""
+    while error is not None:
+        words = str(error).lower()
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if "out of memory" in words or "alloc_failed" in words:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def failed_allocations():
+    """How often the GPU's memory did not suffice; FlashAttention 3 says no more than that it
+    failed."""
+    return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_initialized() else 0
+
+
+def check_compiler():
+    """Ends the run if Triton, which builds a launcher for each kernel, would find no C compiler."""
+    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    found = any(shutil.which(name) for name in names)
+    require(found, "Triton needs a C compiler and there is none; install gcc, or set CC to one.")
+
+
 def warm_up(model, dtype):
     """`rehearse` with DEVICE_BATCH_SIZE rows at a time, halved until they fit in memory; on a CPU
     without compilation if there is no compiler. Returns (compiled model, optimizer, rows)."""
-    device = model.lm_head.weight.device
-    rows = DEVICE_BATCH_SIZE
+    on_gpu = model.lm_head.weight.device.type == "cuda"
+    rows = first_rows(model)
     compiler = partial(torch.compile, dynamic=False) if COMPILE else uncompiled
+    if on_gpu:
+        torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
     while True:
+        failed = failed_allocations()
         try:
-            return *rehearse(model, dtype, rows, compiler), rows
-        except torch.OutOfMemoryError:
-            if rows == 1:
-                stop("out of memory with one row; make the model smaller (DEPTH, ASPECT_RATIO).", 5)
-            print(
-                f"out of memory: DEVICE_BATCH_SIZE {rows} -> {rows // 2}, "
-                f"TOTAL_BATCH_SIZE stays {TOTAL_BATCH_SIZE}"
-            )
-            rows //= 2
-        except torch._dynamo.exc.TorchDynamoException as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            lines = [line for line in lines if not line.endswith("raised:")]
-            reason = lines[0][:160] if lines else type(error).__name__
-            if device.type == "cuda":
-                stop(f"torch.compile failed: {reason}; Triton needs a C compiler, such as gcc.")
-            print(f"continuing without compilation, which is slower: {reason}")
-            compiler = uncompiled
+            compiled_model, optimizer = rehearse(model, dtype, rows, compiler)
+            break
+        except Exception as error:
+            if is_out_of_memory(error) or failed_allocations() > failed:
+                if rows == 1:
+                    stop("out of memory with one row; lower DEPTH or ASPECT_RATIO.", 5)
+                rows = fewer_rows(rows, "out of memory")
+            elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                reason = why_not_compiled(error)
+                if on_gpu:  # a run that is not compiled belongs in another table
+                    stop(f"torch.compile failed: {reason}; set COMPILE = False to see where.")
+                print(f"continuing without compilation, which is slower: {reason}")
+                compiler = uncompiled
+            else:
+                raise
         # Before the next try, out here, where the exception no longer holds any tensors:
+        torch._dynamo.reset()  # it gives up on a function that was compiled eight times
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
+    if on_gpu:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return compiled_model, optimizer, rows
+
+
+def why_not_compiled(error):
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.endswith("raised:")]
+    return lines[0][:160] if lines else type(error).__name__
 
 
 # ---- Main ----
@@ -811,6 +914,8 @@ def run():
     config = derive_config(tokenizer.get_vocab_size())
     dtype, why = choose_dtype(device)
     print(f"precision: {str(dtype).removeprefix('torch.')} ({why}), torch {torch.__version__}")
+    if COMPILE and device.type == "cuda":
+        check_compiler()
     backend, attend = choose_attention(device, dtype, config)
 
     with torch.device("meta"):
@@ -853,8 +958,10 @@ def main():
         stop("train.py takes no arguments; its knobs are at the top of the file.")
     try:
         run()
-    except torch.OutOfMemoryError:
-        stop("out of memory; lower DEVICE_BATCH_SIZE, DEPTH or ASPECT_RATIO.", 5)
+    except Exception as error:
+        if is_out_of_memory(error):
+            stop("out of memory; lower DEVICE_BATCH_SIZE, DEPTH or ASPECT_RATIO.", 5)
+        raise
 
 
 if __name__ == "__main__":

@@ -224,14 +224,13 @@ def test_a_precision_of_16_bits_passes_the_probe(capsys):
 
 def stand_in_gpu(monkeypatch, capability):
     """A GPU of that compute capability, whose packages work; nothing is probed."""
-    import kernels
     from torch.nn.attention import varlen
 
     class Hub:
         flash_attn_func = None
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(kernels, "get_kernel", lambda name, version: Hub)
+    set_knobs(monkeypatch, hub_kernel=lambda name, version: (Hub, "0123abcd"))
     monkeypatch.setattr(varlen, "varlen_attn", None)
     set_knobs(monkeypatch, probe_attention=lambda *arguments: None)
 
@@ -239,7 +238,7 @@ def stand_in_gpu(monkeypatch, capability):
 @pytest.mark.parametrize(
     ("capability", "taken", "passed_over"),
     [
-        ((9, 0), "fa3", []),
+        ((9, 0), "fa3 0123abcd", []),
         ((10, 0), "varlen", ["fa3: needs compute capability 9.0"]),
         ((8, 0), "varlen", ["fa3: needs compute capability 9.0"]),
         (
@@ -258,6 +257,33 @@ def test_a_gpu_gets_the_fastest_that_it_can_run(
     assert capsys.readouterr().out.splitlines() == [
         f"attention: not {line}" for line in passed_over
     ]
+
+
+def test_an_amd_gpu_gets_what_runs_everywhere(monkeypatch, capsys):
+    """It calls itself cuda, and may have capability 9.0."""
+    stand_in_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    name, _ = train.choose_attention(CUDA, torch.bfloat16, tiny())
+    assert name == "sdpa"
+    assert capsys.readouterr().out == ""
+
+
+def test_what_cannot_be_compiled_for_a_gpu_is_passed_over(monkeypatch, capsys):
+    """The probe there is of the compiled back-end."""
+    compiled = []
+
+    def compile(function, **options):
+        compiled.append(function)
+        if len(compiled) == 1:
+            raise torch._dynamo.exc.TorchDynamoException("no kernel for that")
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    set_knobs(monkeypatch, COMPILE=True)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        train.probe_attention(train.load_sdpa(), CUDA, torch.float32, tiny())
+    train.probe_attention(train.load_sdpa(), CPU, torch.float32, tiny())
+    assert len(compiled) == 1  # on a CPU the model's own compilation is enough
 
 
 def test_an_apple_chip_gets_what_runs_everywhere(monkeypatch, capsys):
@@ -286,10 +312,9 @@ def test_a_forced_back_end_that_fails_ends_the_run(monkeypatch, capsys):
 
 
 # ---- What the packages take ----
-def test_fa3_is_loaded_with_what_the_kernel_hub_takes(monkeypatch):
-    """It refuses a call without a version; its attention takes causal and (left, right) windows."""
-    import kernels
-
+@pytest.mark.parametrize(("window", "size"), [(3, (3, 0)), (5, (-1, 0)), (99, (-1, 0))])
+def test_fa3_is_called_as_its_interface_says(monkeypatch, window, size):
+    """Rows of 6 tokens: a window of 5 covers them."""
     calls = {}
 
     class Hub:
@@ -298,32 +323,30 @@ def test_fa3_is_loaded_with_what_the_kernel_hub_takes(monkeypatch):
             calls.update(options)
             return q, "statistics"
 
-    def get_kernel(name, **options):
+    def hub_kernel(name, **options):
         calls.update(options, name=name)
-        return Hub
+        return Hub, "0123abcd"
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
-    q, k, v = torch.randn(3, 1, 4, 2, 8)
-    assert train.load_fa3()(q, k, v, 3) is q
+    set_knobs(monkeypatch, hub_kernel=hub_kernel)
+    q, k, v = torch.randn(3, 1, 6, 2, 8)
+    assert train.load_fa3()(q, k, v, window) is q
     assert calls == {
         "name": "kernels-community/flash-attn3",
         "version": 1,
         "causal": True,
-        "window_size": (3, 0),
+        "window_size": size,
     }
 
 
 def test_fa3_may_return_the_output_alone(monkeypatch):
-    import kernels
-
     class Hub:
         @staticmethod
         def flash_attn_func(q, k, v, causal, window_size):
             return v
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(kernels, "get_kernel", lambda name, version: Hub)
+    set_knobs(monkeypatch, hub_kernel=lambda name, version: (Hub, "local"))
     q, k, v = torch.randn(3, 1, 4, 2, 8)
     assert train.load_fa3()(q, k, v, 3) is v
 
@@ -331,20 +354,26 @@ def test_fa3_may_return_the_output_alone(monkeypatch):
 def test_varlen_gets_rows_end_to_end_and_a_window_to_the_left(monkeypatch):
     from torch.nn.attention import varlen
 
+    windows = []
+
     def varlen_attn(q, k, v, ends_q, ends_k, max_q, max_k, window_size):
         assert ends_q.tolist() == ends_k.tolist() == [0, 6, 12]
         assert ends_q.dtype == torch.int32
         assert (max_q, max_k) == (6, 6)
         left, right = window_size
+        windows.append(left)
         assert right == 0
+        left = 6 if left == -1 else left
         rows = (x.view(2, 6, 2, 8) for x in (q, k, v))
         return train.reference_attention(*rows, left).flatten(0, 1)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     q, k, v = torch.randn(3, 2, 6, 2, 8)
-    got = train.load_varlen()(q, k, v, 2)
-    torch.testing.assert_close(got, train.reference_attention(q, k, v, 2))
+    for window in (2, 4, 5, 6):
+        got = train.load_varlen()(q, k, v, window)
+        torch.testing.assert_close(got, train.reference_attention(q, k, v, window))
+    assert windows == [2, 4, -1, -1]  # what covers the row is written as -1
 
 
 @pytest.mark.parametrize(

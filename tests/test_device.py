@@ -1,5 +1,9 @@
 """The device that a run gets, by stand-ins for those that are not here."""
 
+import os
+import shutil
+from types import SimpleNamespace
+
 import prepare
 
 import pytest
@@ -24,6 +28,11 @@ import torch
         ("NVIDIA GeForce RTX 5090", 209.5),
         ("NVIDIA GeForce RTX 3060", None),
         ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A10", None),
         ("NVIDIA L40", None),
         ("cpu", None),
@@ -37,13 +46,14 @@ def test_mfu_is_never_against_another_chip(name, tflops):
 def test_each_entry_of_the_table_is_found_by_its_own_name():
     """A more general name before a more special one would take its place."""
     for card, tflops in prepare.PEAK_TFLOPS.items():
-        expected = None if tflops is None else tflops * 1e12
-        assert prepare.peak_flops(f"NVIDIA {card} 80GB") == expected, card
+        assert prepare.peak_flops(f"NVIDIA {card} 80GB") == tflops * 1e12, card
 
 
 # ---- Which device ----
 def stand_in(monkeypatch, *, cuda=False, mps=False, driver=False):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce GTX 1080")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     monkeypatch.setattr(prepare, "GPU_PRESENT", driver)
 
@@ -73,6 +83,47 @@ def test_a_gpu_that_torch_cannot_use_ends_the_run(monkeypatch, capsys, mps):
     assert error.startswith("error: torch finds no usable GPU; update the driver")
     assert "CUDA_VISIBLE_DEVICES" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("built_for", "ends"),
+    [(["sm_75", "sm_80", "sm_120"], True), (["sm_50", "sm_61"], False), (["gfx942"], False)],
+)
+def test_a_gpu_older_than_torch_gets_a_sentence(monkeypatch, capsys, built_for, ends):
+    stand_in(monkeypatch, cuda=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+    if not ends:
+        assert prepare.training_device() == torch.device("cuda")
+        return
+    with pytest.raises(SystemExit) as stop:
+        prepare.training_device()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: NVIDIA GeForce GTX 1080 has compute capability 6.1, too old")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", ["2.15.0", "2.15.0+cu130", "2.15.0+rocm7.1"])
+def test_an_amd_gpu_is_present_for_a_torch_that_can_use_it(monkeypatch, version):
+    with monkeypatch.context() as patch:
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        patch.setattr(prepare.importlib.metadata, "version", lambda package: version)
+        patch.setattr(prepare.os.path, "exists", lambda path: path == "/dev/kfd")
+        found = prepare.gpu_present()
+    assert found is ("rocm" in version)
+
+
+def test_an_amd_gpu_that_nobody_can_use_is_mentioned(
+    cache, fresh_run, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(prepare, "AMD_DRIVER", str(tmp_path / "kfd"))
+    monkeypatch.setattr(prepare.signal, "signal", lambda *arguments: None)
+    prepare.start()
+    assert "AMD" not in capsys.readouterr().out
+    (tmp_path / "kfd").touch()
+    prepare.start()
+    assert "note: this torch is not built for the AMD GPU here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"])
@@ -119,3 +170,60 @@ def test_peak_memory_elsewhere_is_the_processs(monkeypatch, platform, unit):
     monkeypatch.setattr(prepare.resource, "getrusage", lambda who: Usage)
     monkeypatch.setattr(prepare.sys, "platform", platform)
     assert prepare.peak_memory_mb(torch.device("cpu")) == (700, 700)
+
+
+# ---- A kernel of the hub ----
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A cache of this test's own, and get_kernel as a hub that fails `failures` times."""
+    import kernels
+
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "0123abcdef"
+    build = snapshot / "build" / "torch-cuda" / "b"
+    build.mkdir(parents=True)
+    module = SimpleNamespace(__file__=str(build / "__init__.py"))
+    hub = SimpleNamespace(asked=[], failures=0, snapshot=snapshot, module=module)
+
+    def get_kernel(repository, version):
+        hub.asked.append(os.environ.get("LOCAL_KERNELS"))
+        if hub.failures:
+            hub.failures -= 1
+            raise ConnectionError("the hub stutters")
+        return module
+
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    monkeypatch.setattr(prepare, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(prepare, "BACKOFF", 0.0)
+    monkeypatch.setenv("LOCAL_KERNELS", "")
+    monkeypatch.delenv("LOCAL_KERNELS")
+    return hub
+
+
+def test_a_kernel_comes_from_the_folder_of_its_first_load(hub):
+    assert prepare.hub_kernel("a/b", 1) == (hub.module, "0123abcd")
+    assert prepare.hub_kernel("a/b", 1) == (hub.module, "0123abcd")
+    assert hub.asked == [None, f"a/b={hub.snapshot}"]
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+
+
+def test_a_folder_that_is_gone_is_asked_of_the_hub_again(hub):
+    prepare.hub_kernel("a/b", 1)
+    shutil.rmtree(hub.snapshot)
+    prepare.hub_kernel("a/b", 1)
+    assert hub.asked == [None, None]
+
+
+def test_a_hub_that_stutters_is_asked_again(hub):
+    hub.failures = 2
+    assert prepare.hub_kernel("a/b", 1)[1] == "0123abcd"
+    hub.failures = 3
+    with pytest.raises(ConnectionError):
+        prepare.hub_kernel("a/b", 1)
+
+
+def test_a_user_s_own_kernel_stays(hub, monkeypatch):
+    prepare.hub_kernel("a/b", 1)
+    monkeypatch.setenv("LOCAL_KERNELS", "a/b=/own")
+    hub.module.__file__ = "/own/build/b/__init__.py"
+    assert prepare.hub_kernel("a/b", 1) == (hub.module, "local")
+    assert hub.asked[-1] == "a/b=/own"

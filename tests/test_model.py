@@ -262,6 +262,7 @@ SWITCHES = {
     "one key-value head": {"KV_HEADS": 1},
     "one layer": {"DEPTH": 1, "ASPECT_RATIO": 64},
     "short layers alone but the last": {"WINDOW_PATTERN": "S"},
+    "activations computed again": {"RECOMPUTE": True},
     "no rise of the momentum": {"MOMENTUM_STEPS": 0},
 }
 
@@ -283,3 +284,20 @@ def test_a_model_with_this_switched_trains(monkeypatch, switch):
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
         assert not torch.equal(before[name], parameter), name
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "compiler", [lambda model: model, torch.compile], ids=["eager", "compiled"]
+)
+def test_what_is_computed_again_is_the_same(monkeypatch, compiler):
+    """RECOMPUTE changes neither the loss nor a gradient."""
+    found = []
+    for recompute in (False, True):
+        set_knobs(monkeypatch, RECOMPUTE=recompute)
+        model = build(tiny())
+        x = tokens(model.config)
+        loss = compiler(model)(x, x.roll(-1, 1))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found)

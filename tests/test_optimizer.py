@@ -383,3 +383,17 @@ def test_a_row_of_the_wrong_kind_gets_a_sentence(monkeypatch, capsys, kind, word
     with pytest.raises(SystemExit) as stop:
         train.parameter_groups(model)
     assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_parameter_without_a_gradient_stays_as_it_is(kind):
+    """A layer that joins later, say. It is as if its gradient were zero."""
+    p, idle = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    row = {"kind": kind, "params": [p, idle], "peak_lr": 0.1, "betas": (0.9, 0.9)}
+    optimizer = train.MuonAdamW([row | {"peak_decay": 0.0, "eps": 1e-10}], torch.float32)
+    train.set_schedules(optimizer, 0.0, 0)
+    p.grad = torch.eye(4)
+    optimizer.step()
+    assert torch.equal(idle, torch.ones(4, 4))
+    assert not torch.equal(p, torch.ones(4, 4))
+    assert p.grad is None and idle.grad is None

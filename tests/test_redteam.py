@@ -31,6 +31,8 @@ class Edit:
     code: int  # the exit code
     says: str  # pattern of `integrity` or, where nothing is printed of it, of the last line
     best: float = 0.8  # share of the unedited run's score that a score must not fall below
+    worst: float = 1.25  # or rise above
+    seconds: float = 2  # of training; a leak must be learnt before it is worth anything
 
 
 # Lines of train.py.
@@ -247,8 +249,8 @@ EDITS = {
         r"FAIL finite: \d+ losses are NaN or infinite",
     ),
     # ---- Of the logits ----
-    "2**28 added to the logits": Edit(
-        [(LOGITS, LOGITS.replace("logits", "logits + 2.0**28"))], 0, FAIR
+    "2**28 added to the logits": Edit(  # whose gradients are mostly lost in rounding
+        [(LOGITS, LOGITS.replace("logits", "logits + 2.0**28"))], 0, FAIR, worst=9
     ),
     "2**25 added to the logits": Edit(
         [(LOGITS, LOGITS.replace("logits", "logits + 2.0**25"))], 0, FAIR
@@ -267,19 +269,31 @@ EDITS = {
     ),
     # ---- Of what a position sees ----
     "a prefix of 96 attends both ways": Edit(
-        [(ATTENDED, ATTENDED + PREFIX.format(length=96))], 3, "FAIL causality: .*"
+        [(ATTENDED, ATTENDED + PREFIX.format(length=96))], 3, "FAIL causality: .*", seconds=15
     ),
     "a prefix of 16 attends both ways": Edit(
-        [(ATTENDED, ATTENDED + PREFIX.format(length=16))], 3, "FAIL (causality|edges): .*"
+        [(ATTENDED, ATTENDED + PREFIX.format(length=16))],
+        3,
+        "FAIL (causality|edges): .*",
+        seconds=15,
     ),
     "the end of each 16 sees one ahead": Edit(
-        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=16))], 3, "FAIL (causality|edges): .*"
+        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=16))],
+        3,
+        "FAIL (causality|edges): .*",
+        seconds=15,
     ),
     "the end of each 64 sees one ahead": Edit(
-        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=64))], 3, "FAIL (causality|edges): .*"
+        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=64))],
+        3,
+        "FAIL (causality|edges): .*",
+        seconds=15,
     ),
     "the end of each 128 sees one ahead": Edit(
-        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=128))], 3, "FAIL (causality|edges): .*"
+        [(ATTENDED, ATTENDED + SEES_AHEAD.format(period=128))],
+        3,
+        "FAIL (causality|edges): .*",
+        seconds=15,
     ),
     "a leak from the fourth batch on": Edit(
         [(LOGITS, CALL_COUNT.format(last=10**6))], 3, "FAIL .*"
@@ -290,8 +304,7 @@ EDITS = {
     # ---- Of files ----
     "bigrams counted before the first batch": Edit(
         [
-            before(TRAIN, ""),
-            ("    with torch.device(", COUNT_BIGRAMS + "    with torch.device("),
+            before("    num_params = sum(", COUNT_BIGRAMS),
             (LOGITS, "            return logits + self.bigrams[idx]\n"),
         ],
         0,
@@ -333,7 +346,7 @@ EDITS = {
         r"opened: 1 files .*",
     ),
     "text from the disk": Edit(  # a known miss: it shows in the diff, and in served_tokens_M
-        [(LOADER, LOADER + TEXT_FROM_THE_DISK)], 0, FAIR
+        [(LOADER, LOADER + TEXT_FROM_THE_DISK)], 0, FAIR, worst=9
     ),
     # ---- Of the ruler's limits and of the budget ----
     "the probes' limit assigned to": Edit(
@@ -379,7 +392,7 @@ def run(edit, folder, cache):
     """On a copy of the cache, since an edit may spoil it."""
     own = folder / "cache"
     shutil.copytree(cache / "small", own / "small")
-    return train(edited(folder / "code", edit.replace), 2, AUTORESEARCH_CACHE=own)
+    return train(edited(folder / "code", edit.replace), edit.seconds, AUTORESEARCH_CACHE=own)
 
 
 @pytest.fixture(scope="module")
@@ -405,8 +418,8 @@ def test_an_edited_run_ends_as_it_must(name, cache, honest, tmp_path):
     scores = [record["val_bpb"] for record in done.records]
     if edit.code == 0:
         assert [f"{score:.6f}" for score in scores] == [block["val_bpb"]]
-        assert edit.best * honest < scores[0] < 1.25 * honest
-    else:
+        assert edit.best * honest < scores[0] < edit.worst * honest
+    elif edit.code == 3:
         assert not scores and block.get("val_bpb", "nan") == "nan"
 
 
@@ -416,8 +429,7 @@ SWAP = """\
     names = ("manifest.json", prepare.VAL_ROWS)
     kept = {name: (prepare.ROOT / name).read_bytes() for name in names}
     manifest = json.loads(kept["manifest.json"])
-    easy = bytes(len(kept[prepare.VAL_ROWS]))
-    (prepare.ROOT / prepare.VAL_ROWS).write_bytes(easy)
+    (prepare.ROOT / prepare.VAL_ROWS).write_bytes(bytes(len(kept[prepare.VAL_ROWS])))
     manifest["files"][prepare.VAL_ROWS][1] = prepare.sha256(prepare.ROOT / prepare.VAL_ROWS)
     (prepare.ROOT / "manifest.json").write_text(json.dumps(manifest))
 """
@@ -428,10 +440,10 @@ PUT_BACK = """\
 
 
 def test_rows_swapped_and_put_back_leave_another_data(cache, honest_record, tmp_path):
-    """The score is of other rows; `data` in the record says so, and no two tables are mixed."""
-    easy = Edit([(DEVICE, SWAP + DEVICE), before("    report(\n", PUT_BACK)], 0, FAIR)
-    [record] = run(easy, tmp_path, cache).records
-    assert record["val_bpb"] < 0.5 * honest_record["val_bpb"]
+    """The score is of other rows, and `data` in the record says so."""
+    other = Edit([(DEVICE, SWAP + DEVICE), before("    report(\n", PUT_BACK)], 0, FAIR)
+    [record] = run(other, tmp_path, cache).records
+    assert record["val_bpb"] > 2 * honest_record["val_bpb"]
     assert record["data"] != honest_record["data"]
 
 

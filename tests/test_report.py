@@ -87,6 +87,7 @@ def gpu(monkeypatch, tmp_path):
     process has put a tensor on the card."""
     tensors = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *_, device: tensors.append(device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: (tmp_path / "used").touch())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -96,8 +97,12 @@ def gpu(monkeypatch, tmp_path):
     tool.write_text(
         "#!/bin/sh\n"
         f'[ -e "{tmp_path}/used" ] || exit 1\n'
-        '[ "$*" = "--id=GPU-f00d-1 --query-compute-apps=pid --format=csv,noheader" ] || exit 9\n'
-        f'cat "{tmp_path}/listed"\n'
+        'case "$*" in\n'
+        f'"--id=GPU-f00d-1 --query-compute-apps=pid --format=csv,noheader") cat {tmp_path}/listed;;\n'
+        '"--id=GPU-f00d-1 --query-gpu=clocks.sm,temperature.gpu,clocks_event_reasons.active '
+        '--format=csv,noheader") echo "1755 MHz, 41, 0x0000000000000004";;\n'
+        "*) exit 9;;\n"
+        "esac\n"
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -134,6 +139,16 @@ def test_a_gpu_on_which_only_this_process_computes_is_its_own(
     prepare.begin_run()
     evaluated(fresh_run)
     assert ("shared: another process" in prepare.flags()) == bool(others)
+
+
+def test_the_record_says_how_the_gpu_was(cache, fresh_run, gpu):
+    gpu(os.getpid())
+    prepare.begin_run()
+    assert prepare.gpu_state() == "1755 MHz, 41, 0x0000000000000004"
+
+
+def test_without_a_gpu_there_is_no_state_of_it():
+    assert prepare.gpu_state() is None
 
 
 def test_another_process_that_came_later_is_flagged(cache, fresh_run, gpu):
@@ -580,7 +595,8 @@ def test_the_block_says_what_the_record_says(cache, fresh_run, script, runs, cap
     assert block["train_loss"] == "3.500000" and record["train_loss"] == 3.5
     for key, text in block.items():
         value = record[key]
-        assert text == str(value) or float(text) == pytest.approx(value, abs=0.0051)
+        said = "n/a" if value is None else str(value)
+        assert text == said or float(text) == pytest.approx(value, abs=0.0051)
     expected = {
         "training_seconds": 50,
         "total_seconds": 70,

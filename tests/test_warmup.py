@@ -103,7 +103,147 @@ def test_out_of_memory_with_one_row_ends_the_run(small_run, monkeypatch, capsys)
     with pytest.raises(SystemExit) as stop:
         train.warm_up(small_run, torch.float32)
     assert stop.value.code == 5
-    assert "make the model smaller (DEPTH, ASPECT_RATIO)" in capsys.readouterr().err
+    assert "lower DEPTH or ASPECT_RATIO" in capsys.readouterr().err
+
+
+def test_fewer_rows_divide_the_batch(monkeypatch, capsys):
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=96 * 16, MAX_SEQ_LEN=16)
+    rows = [96]
+    while rows[-1] > 1:
+        rows.append(train.fewer_rows(rows[-1], "out of memory"))
+    assert rows == [96, 48, 24, 12, 6, 3, 1]
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=2 * 5 * 16)
+    assert train.fewer_rows(10, "out of memory") == 5
+    assert train.fewer_rows(5, "out of memory") == 2
+
+
+# ---- The faces of a lack of memory ----
+def wrapped(cause):
+    error = RuntimeError("backend='inductor' raised")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (wrapped(torch.OutOfMemoryError("Tried to allocate 2 GiB")), True),
+        (wrapped(wrapped(RuntimeError("CUDA error: out of memory"))), True),
+        (RuntimeError("shapes do not fit"), False),
+        (wrapped(RuntimeError("shapes do not fit")), False),
+    ],
+)
+def test_every_face_of_out_of_memory_is_one(error, expected):
+    assert train.is_out_of_memory(error) is expected
+
+
+def test_a_failed_allocation_that_nobody_names_counts(small_run, monkeypatch):
+    """FlashAttention 3 raises a RuntimeError without a word of memory."""
+    failures = []
+
+    def rehearse(model, dtype, rows, compiler):
+        if rows > 2:
+            failures.append(rows)
+            raise RuntimeError("mha_fwd failed")
+        return model, "optimizer"
+
+    set_knobs(monkeypatch, rehearse=rehearse, failed_allocations=lambda: len(failures))
+    assert train.warm_up(small_run, torch.float32) == (small_run, "optimizer", 2)
+    failures.clear()
+    set_knobs(monkeypatch, failed_allocations=lambda: 0)
+    with pytest.raises(RuntimeError, match="mha_fwd failed"):
+        train.warm_up(small_run, torch.float32)
+
+
+# ---- On a GPU ----
+@pytest.fixture
+def gpu_model(monkeypatch):
+    """A model that says it is on a GPU, of 8 layers of width 512, and a GPU without memory that
+    notes what share of it may be used."""
+    shares = []
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    model = SimpleNamespace(
+        lm_head=SimpleNamespace(weight=weight),
+        blocks=[None] * 8,
+        config=SimpleNamespace(n_embd=512),
+        zero_grad=lambda **options: None,
+        shares=shares,
+    )
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=2**19, DEVICE_BATCH_SIZE=128, MAX_SEQ_LEN=2048)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "rows"), [(4, 8), (8, 16), (12, 32), (16, 32), (24, 64), (80, 128)]
+)
+def test_the_first_try_is_what_free_memory_suggests(
+    gpu_model, monkeypatch, capsys, gigabytes, rows
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gigabytes * 2**30, 2**40))
+    tried = []
+
+    def rehearse(model, dtype, rows, compiler):
+        tried.append(rows)
+        return model, None
+
+    set_knobs(monkeypatch, rehearse=rehearse)
+    train.warm_up(gpu_model, torch.bfloat16)
+    assert tried == [rows]
+    assert ("by free memory: " in capsys.readouterr().out) == (rows < 128)
+
+
+def test_a_margin_stays_free_while_warming_up(gpu_model, monkeypatch):
+    seen = []
+
+    def rehearse(model, dtype, rows, compiler):
+        seen.append(list(model.shares))
+        if len(seen) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model, None
+
+    set_knobs(monkeypatch, rehearse=rehearse)
+    train.warm_up(gpu_model, torch.bfloat16)
+    assert seen == [[train.MEMORY_SHARE]] * 3
+    assert gpu_model.shares == [train.MEMORY_SHARE, 1.0]
+
+
+def test_each_try_compiles_anew(gpu_model, monkeypatch):
+    """dynamo gives up on a function after eight shapes, and then runs it uncompiled."""
+    resets = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append("reset"))
+
+    def rehearse(model, dtype, rows, compiler):
+        if rows > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model, None
+
+    set_knobs(monkeypatch, rehearse=rehearse)
+    train.warm_up(gpu_model, torch.bfloat16)
+    assert len(resets) == 7
+
+
+@pytest.mark.parametrize("there", ["", "gcc", "CC"])
+def test_a_missing_c_compiler_is_named(monkeypatch, capsys, tmp_path, there):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if there:
+        compiler = tmp_path / there
+        compiler.touch(0o755)
+    if there == "CC":
+        monkeypatch.setenv("CC", str(compiler))
+    if there:
+        train.check_compiler()
+        return
+    with pytest.raises(SystemExit) as stop:
+        train.check_compiler()
+    assert stop.value.code == 2
+    assert "needs a C compiler" in capsys.readouterr().err
 
 
 class Compiler:
@@ -180,18 +320,16 @@ def test_a_failure_without_words_is_named_by_its_type(small_run, monkeypatch, ca
     assert "slower: TorchDynamoException\n" in capsys.readouterr().out
 
 
-def test_without_a_compiler_a_run_on_a_gpu_ends(monkeypatch, capsys):
-    """There, uncompiled steps would be many times slower than all that the night compares."""
+def test_a_run_on_a_gpu_that_cannot_be_compiled_ends(gpu_model, monkeypatch, capsys):
+    """Uncompiled steps would be many times slower than all that the night compares."""
     broken = break_the_compiler(monkeypatch)
-    weight = SimpleNamespace(device=torch.device("cuda"))
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
     set_knobs(monkeypatch, rehearse=lambda *arguments: broken(None)())
     with pytest.raises(SystemExit) as stop:
-        train.warm_up(model, torch.bfloat16)
+        train.warm_up(gpu_model, torch.bfloat16)
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
         "error: torch.compile failed: InvalidCxxCompiler: No working C++ compiler found; "
-        "Triton needs a C compiler, such as gcc.\n"
+        "set COMPILE = False to see where.\n"
     )
 
 

@@ -1,0 +1,590 @@
+"""
+The CUDA path of train.py on a machine without a GPU: what can be known of a card that is not there.
+
+    uv run benchmarks/nogpu.py                          # six cards, about a minute each
+    uv run benchmarks/nogpu.py sm_86 --memory 8 16 32   # and the memory of a step of so many rows
+    uv run benchmarks/nogpu.py sm_90 --rung varlen --set DEPTH=2 ASPECT_RATIO=256
+
+torch is made to believe in the card, and all tensors are fakes, which have a shape but no values.
+The training step, both optimizers and the forward pass of an evaluation are traced, differentiated
+and lowered as on a GPU; Triton compiles each kernel for the card, with the assembler of its own
+wheel; the generated code runs on the fakes, which counts launches and adds up live memory. It ends
+with a line per card, and with 1 if anything failed.
+
+Needs no GPU, driver or C compiler. It cannot see numbers, speed, attention's own kernels and their
+workspace, fragmentation, drivers. FlashAttention 3 is a stand-in with the interface of the real one.
+"""
+
+import argparse
+import ast
+import contextlib
+import ctypes
+import json
+import multiprocessing.pool
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+from benchmarks.common import ROOT, print_header, print_row
+
+GIB = 2**30
+MEMORIES = (8, 12, 16, 24, 32, 80)  # GB of the cards for which rows are predicted
+SPARE = 0.08  # share of a card's memory that is left free, as train.warm_up does
+CONTEXT = 0.6 * GIB  # of the driver and the libraries
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    capability: tuple
+    processors: int
+    shared: int  # KiB of shared memory that a block may use
+    threads: int  # per processor
+    memory: int  # GB
+
+
+CARDS = {
+    "sm_80": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163, 2048, 80),
+    "sm_86": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 99, 1536, 12),
+    "sm_89": Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 99, 1536, 24),
+    "sm_90": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 227, 2048, 80),
+    "sm_100": Card("NVIDIA B200", (10, 0), 148, 227, 2048, 180),
+    "sm_120": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 99, 1536, 32),
+}
+
+
+# ---- A card that is not there ----
+def pretend_card(card):
+    """Makes torch's own questions about CUDA answer as on a machine with this card."""
+    import torch
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._subclasses import fake_tensor
+
+    properties = SimpleNamespace(
+        name=card.name,
+        major=card.capability[0],
+        minor=card.capability[1],
+        total_memory=card.memory * GIB,
+        multi_processor_count=card.processors,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=card.threads,
+        max_threads_per_block=1024,
+        shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=card.shared * 1024,
+        shared_memory_per_multiprocessor=(card.shared + 1) * 1024,
+        L2_cache_size=50 * 2**20,
+        gcnArchName="",
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        uuid="none",
+    )
+
+    class Guard:
+        def __init__(self, device):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return False
+
+    stream = SimpleNamespace(cuda_stream=0, stream_id=0)
+    answers = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: card.capability[0] >= 8,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: stream,
+        "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "_lazy_init": lambda: None,
+        "_DeviceGuard": Guard,
+        "device": Guard,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: card.capability,
+        "get_device_name": lambda device=None: card.name,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "memory_allocated": lambda device=None: 0,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+    }
+    number = 10 * card.capability[0] + card.capability[1]
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+        own = name.removeprefix("_")
+        if hasattr(CudaInterface, own):  # it copied torch.cuda's when it was imported
+            setattr(CudaInterface, own, answer if own == "device" else staticmethod(answer))
+    CudaInterface.get_raw_stream = staticmethod(lambda device: 0)
+    CudaInterface.get_compute_capability = staticmethod(lambda device=None: number)
+    CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: properties)
+    CudaInterface.Worker.current_device = staticmethod(lambda: 0)
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+    torch._C._cuda_getDevice = lambda: 0
+    torch.backends.cudnn.version = lambda: 92600
+    fake_tensor.init_gpu_context = lambda device: None
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
+    deny_context()
+    pretend_driver(card, number)
+
+
+def deny_context():
+    """Autograd asks whether the card has a context, and without a GPU the question raises. It is
+    the fifth virtual function of torch's CUDA hooks: here one that says no."""
+    import torch
+
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    get_hooks = library._ZN2at6detail12getCUDAHooksEv  # at::detail::getCUDAHooks()
+    get_hooks.restype = ctypes.c_void_p
+    hooks = ctypes.cast(get_hooks(), ctypes.POINTER(ctypes.c_void_p))
+    header = 2  # entries before the first function
+    old = ctypes.cast(hooks[0] - 8 * header, ctypes.POINTER(ctypes.c_void_p))
+    table = (ctypes.c_void_p * 96)(*old[:90])
+    says_no = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_byte)(lambda *_: False)
+    table[header + 4] = ctypes.cast(says_no, ctypes.c_void_p)
+    hooks[0] = ctypes.addressof(table) + 8 * header
+    deny_context.kept = (table, says_no)  # torch holds the addresses
+
+
+def pretend_driver(card, number):
+    import torch
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    known = {
+        "max_shared_mem": card.shared * 1024,
+        "multiprocessor_count": card.processors,
+        "warpSize": 32,
+    }
+
+    class Driver:
+        utils = SimpleNamespace(get_device_properties=lambda device: known, CudaLauncher=None)
+
+        def get_current_target(self):
+            return GPUTarget("cuda", number, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=None):
+            return 0
+
+        def get_active_torch_device(self):
+            return torch.device("cuda", 0)
+
+        def get_device_interface(self):
+            return torch.cuda
+
+    driver.set_active(Driver())
+    triton_helpers.set_driver_to_gpu = lambda: None
+
+
+# ---- Kernels ----
+@dataclass
+class Kernel:
+    name: str
+    compiled: list  # of each configuration, what Triton made or the exception
+    launches: int = 0
+
+    def run(self, *arguments, **options):
+        """Stands in for the launch."""
+        self.launches += 1
+
+
+def collect_kernels(compile_them):
+    """Has inductor give its Triton kernels to us, and the generated code fakes for its memory.
+    Returns the list that they will be in."""
+    import torch
+    from torch._inductor import async_compile, config
+
+    config.compile_threads = 1
+    config.joint_graph_constant_folding = False  # it makes tensors on the card
+    config.shape_padding = False  # it times products there
+    config.force_disable_caches = True
+    kernels = []
+    known = {}  # source without the name: what was compiled
+
+    def compiled(name, source):
+        if not compile_them:
+            return []
+        key = source.replace(name, "kernel")
+        if key not in known:
+            kernel = async_compile._load_triton_kernel_from_source(name, source)
+            known[key] = []
+            for configuration in kernel.configs:
+                try:
+                    result = kernel._precompile_config(configuration).kernel
+                except Exception as error:  # whatever a compiler raises is to be reported
+                    result = error
+                known[key].append(result)
+        return known[key]
+
+    def triton(self, kernel_name, source_code, device_str="cuda"):
+        kernels.append(Kernel(kernel_name, compiled(kernel_name, source_code)))
+        return kernels[-1]
+
+    async_compile.AsyncCompile.triton = triton
+    async_compile.AsyncCompile.wait = lambda self, scope: None
+    async_compile.AsyncCompile.use_process_pool = classmethod(lambda cls: False)
+
+    def view(tensor, size, stride, offset=0):
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+    guards = torch._C._dynamo.guards
+    guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype, device="cuda:0"
+    )
+    guards._reinterpret_tensor = view
+    for check in ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"):
+        setattr(guards, check, lambda *arguments, **options: None)
+    return kernels
+
+
+def resources(kernel):
+    """{REG, STACK, LOCAL: of a compiled kernel}, as the disassembler of Triton's wheel says."""
+    import triton
+
+    asm = getattr(kernel, "asm", None)
+    cubin = asm["cubin"] if asm else Path(kernel.cubin_path).read_bytes()
+    tool = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
+
+
+def shared_memory(kernel):
+    return getattr(getattr(kernel, "metadata", kernel), "shared", 0) or 0
+
+
+# ---- FlashAttention 3, as its interface says ----
+def fa3_stand_in():
+    """A module with flash_attn_func, as a custom operator that has a fake and a gradient."""
+    import torch
+
+    @torch.library.custom_op("nogpu::fa3_forward", mutates_args=())
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    @forward.register_fake
+    def _(q, k, v, window):
+        B, T, H, D = q.shape
+        assert k.shape == v.shape == (B, T, k.shape[2], D) and H % k.shape[2] == 0
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and q.stride(-1) == 1
+        return torch.empty_like(q), q.new_empty(B, H, T, dtype=torch.float32)
+
+    @torch.library.custom_op("nogpu::fa3_backward", mutates_args=())
+    def backward(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    @backward.register_fake
+    def _(grad, q, k, v, lse):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def setup_context(ctx, inputs, output):
+        q, k, v, _ = inputs
+        ctx.save_for_backward(q, k, v, output[1])
+
+    def gradient(ctx, grad, grad_lse):
+        q, k, v, lse = ctx.saved_tensors
+        return *backward(grad.contiguous(), q, k, v, lse), None
+
+    forward.register_autograd(gradient, setup_context=setup_context)
+
+    def flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
+        assert causal
+        out, lse = forward(q, k, v, list(window_size))
+        return (out, lse) if return_attn_probs else out
+
+    return SimpleNamespace(flash_attn_func=flash_attn_func)
+
+
+# ---- What a card is asked ----
+class Meter:
+    """Sums the live memory on the card, in the allocator's blocks of 512 bytes, and counts what is
+    launched besides Triton's kernels. `mode` is to be entered."""
+
+    def __init__(self):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        self.live = {}
+        self.now = 0
+        self.peak = 0
+        self.products = 0
+        meter = self
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                return meter.dispatch(func, args, kwargs or {})
+
+            @classmethod
+            def is_infra_mode(cls):
+                return True
+
+        self.mode = Mode()
+
+    def dispatch(self, func, args, kwargs):
+        import torch
+
+        out = func(*args, **kwargs)
+        if re.search(r"\.(add|b)?mm\b|attn|attention|fa3", str(func)):
+            self.products += 1
+        torch.utils._pytree.tree_map_only(torch.Tensor, self.see, out)
+        return out
+
+    def see(self, tensor):
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "cuda" or storage._cdata in self.live:
+            return
+        size = -(-storage.nbytes() // 512) * 512
+        self.live[storage._cdata] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.forget, storage._cdata)
+
+    def forget(self, key):
+        self.now -= self.live.pop(key)
+
+
+def to_card(model):
+    """Replaces parameters and buffers by fakes on the card."""
+    import torch
+
+    def fake(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = torch.nn.Parameter(fake(p))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = fake(buffer)
+
+
+def examine(args):
+    """What is known of one card: a dictionary of plain values. To be called once per process."""
+    os.environ["AUTORESEARCH_PROFILE"] = "full"
+    scratch = tempfile.mkdtemp(prefix="nogpu-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch
+    os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
+    import torch
+    import torch._functorch.config
+    from torch._dynamo.utils import counters
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch._functorch.config.enable_autograd_cache = False
+    card = CARDS[args.card]
+    pretend_card(card)
+    kernels = collect_kernels(compile_them=args.rows is None)
+    import prepare
+    import train
+
+    for setting in args.set:
+        name, _, value = setting.partition("=")
+        if not hasattr(train, name):
+            raise SystemExit(f"error: train.py has no knob {name}; a setting is KNOB=value.")
+        setattr(train, name, ast.literal_eval(value))
+    train.hub_kernel = lambda *arguments, **options: (fa3_stand_in(), "stand-in")
+    config = train.derive_config(prepare.VOCAB_SIZE)
+    device = torch.device("cuda")
+    dtype, _ = train.choose_dtype(device)
+    for rung in [args.rung] if args.rung else train.LADDER["cuda"]:
+        with contextlib.suppress(RuntimeError):  # a rung that this card does not have
+            attend = train.BACKENDS[rung]()
+            break
+    else:
+        raise SystemExit(f"error: {args.card} has no rung {args.rung}.")
+    model = train.GPT(config, attend)
+    train.initialise(model, dtype, 0)
+    rows = args.rows or 8
+    compiler = partial(torch.compile, dynamic=False)
+    meter = Meter()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        to_card(model)
+        optimizer = train.MuonAdamW(train.parameter_groups(model), dtype, compiler)
+        train.set_schedules(optimizer, 0.0, 0)
+        compiled_model = compiler(model)
+
+        def random_batches():
+            while True:
+                shape = (2, rows, train.MAX_SEQ_LEN)
+                inputs, targets = torch.randint(prepare.VOCAB_SIZE, shape, device=device)
+                yield inputs, targets, 0
+
+        batches = random_batches()
+        train.train_step(compiled_model, optimizer, batches, 2)  # compiles
+        for kernel in kernels:
+            kernel.launches = 0
+        for tensor in (*model.parameters(), *model.buffers()):
+            meter.see(tensor)
+        for group in optimizer.param_groups:
+            for state in (group["exp_avg"], group["exp_avg_sq"]):
+                for tensor in state if isinstance(state, list) else [state]:
+                    meter.see(tensor)
+        base = meter.now
+        with meter.mode:
+            train.train_step(compiled_model, optimizer, batches, 2)
+        launches = sum(kernel.launches for kernel in kernels)
+        training_peak = meter.peak
+        model.eval()
+        inputs, _, _ = next(batches)
+        with torch.no_grad():
+            compiled_model(inputs[: prepare.EVAL_BATCH])
+            meter.peak = meter.now
+            with meter.mode:
+                compiled_model(inputs[: prepare.EVAL_BATCH])
+    found = {
+        "rung": rung,
+        "rows": rows,
+        "kernels": len(kernels),
+        "launches": launches,
+        "products": meter.products,
+        "breaks": sum(counters["graph_break"].values()),
+        "base": base,
+        "peak": training_peak,
+        "evaluation": meter.peak,
+        "errors": [],
+        "variants": 0,
+        "shared": 0,
+        "spills": {},
+        "registers": 0,
+    }
+    for kernel in kernels:
+        for made in kernel.compiled:
+            if isinstance(made, Exception):
+                reason = str(made).strip().splitlines() or [""]
+                found["errors"].append(f"{kernel.name}: {type(made).__name__}: {reason[0][:200]}")
+                continue
+            found["variants"] += 1
+            found["shared"] = max(found["shared"], shared_memory(made))
+            used = resources(made)
+            found["registers"] = max(found["registers"], used["REG"])
+            if used["STACK"] + used["LOCAL"]:
+                found["spills"][kernel.name] = used["STACK"] + used["LOCAL"]
+    if found["shared"] > card.shared * 1024:
+        found["errors"].append(f"{found['shared']} bytes of shared memory are too many")
+    if found["breaks"]:
+        found["errors"].append(f"graph breaks: {list(counters['graph_break'])}"[:300])
+    return found
+
+
+# ---- All cards ----
+def in_a_process(card, rung, settings, rows=None):
+    """`examine` in a process of its own, since it changes torch for good."""
+    command = [sys.executable, __file__, card, "--alone", "--set", *settings]
+    if rung:
+        command += ["--rung", rung]
+    if rows:
+        command += ["--memory", str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
+        return {"errors": [said[-1][:300]]}
+
+
+def rows_that_fit(points, gigabytes):
+    """The largest power of two of rows that a card with so much memory holds, by the straight line
+    through the measured points {rows: peak}; 0 if not even one."""
+    few, many = min(points), max(points)
+    per_row = (points[many] - points[few]) / (many - few)
+    room = (1 - SPARE) * gigabytes * GIB - CONTEXT
+    rows = 128
+    while rows and points[few] + per_row * (rows - few) > room:
+        rows //= 2
+    return rows
+
+
+def print_memory(found):
+    print_header("card", "rung", "rows", "before a step, GiB", "peak of a step", "of evaluation")
+    for (card, rows), one in found.items():
+        if not one["errors"]:
+            values = [f"{one[key] / GIB:.2f}" for key in ("base", "peak", "evaluation")]
+            print_row(card, one["rung"], rows, *values)
+    print()
+    print_header("card", *(f"{size} GB" for size in MEMORIES))
+    for card in dict.fromkeys(card for card, _ in found):
+        points = {r: one["peak"] for (c, r), one in found.items() if c == card and "peak" in one}
+        if len(points) > 1:
+            print_row(f"rows on {card}", *(rows_that_fit(points, size) for size in MEMORIES))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("cards", nargs="*", metavar="CARD", help=f"of {', '.join(CARDS)} (all)")
+    parser.add_argument("--memory", nargs="+", type=int, metavar="ROWS", help="without kernels")
+    parser.add_argument("--rung", help="of the attention ladder (the first that the card has)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    unknown = [card for card in args.cards if card not in CARDS]
+    if unknown:
+        parser.error(f"{unknown[0]} is none of {', '.join(CARDS)}")
+    if args.alone:
+        args.card = args.cards[0]
+        args.rows = args.memory[0] if args.memory else None
+        print(json.dumps(examine(args)))
+        return
+    cards = args.cards or list(CARDS)
+    with multiprocessing.pool.ThreadPool(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        jobs = [(card, rows) for card in cards for rows in (args.memory or [None])]
+
+        def work(job):
+            return job, in_a_process(job[0], args.rung, args.set, job[1])
+
+        found = dict(pool.imap(work, jobs))
+    if args.memory:
+        print_memory(found)
+    else:
+        print_header(
+            "card", "rung", "kernels", "compiled", "errors", "shared memory, bytes", "of",
+            "registers", "with spills", "graph breaks", "launches per step", "products and attention",
+        )  # fmt: skip
+        for (card, _), one in found.items():
+            if "kernels" in one:
+                print_row(
+                    card, one["rung"], one["kernels"], one["variants"], len(one["errors"]),
+                    one["shared"], CARDS[card].shared * 1024, one["registers"], len(one["spills"]),
+                    one["breaks"], one["launches"], one["products"],
+                )  # fmt: skip
+    print()
+    for (card, rows), one in found.items():
+        of_rows = f", {rows} rows" if rows else ""
+        verdict = "; ".join(one["errors"]) or "ok"
+        print(f"{card} ({CARDS[card].name}){of_rows}: {verdict}")
+    raise SystemExit(1 if any(one["errors"] for one in found.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()
