@@ -225,17 +225,16 @@ def first_version(nights):
 class Rule:
     """The constants of program.md's rule."""
 
-    baselines: int = 3
+    baselines: int = 2
     bar: float = 0.5  # sigmas by which a keep must be better than the number
     pull: float = 0.7  # share of the gain by which the number moves
     near: float = 0.5  # sigmas worse than the number that still are a near miss
     together: int = 4  # near misses that are tried as one change
     review: int = 10  # ideas between two re-runs of the incumbent
     cap: float = 4  # runs that the number counts for in a review
-    undo: float = 3  # sigmas by which a re-run undoes the keeps since the last
-    long_bar: float | None = (
-        1.5  # of a change that adds lines, in one run; None: the same as others
-    )
+    undo: float = 3  # sigmas by which a re-run worse than what the re-run before it left undoes the
+    # keeps between them; a leak between runs would show so
+    long_bar: float = 1.0  # instead of `bar`, of a change that adds lines
     at_42: bool = False  # the number begins as the baseline's run at seed 42, not as the mean
     price: bool = False  # whether a keep that adds lines and gives nothing costs a later run
 
@@ -252,35 +251,30 @@ def program(nights, rule):
     misses = np.zeros((rule.together, count))  # their effects
     missed = np.zeros(count, dtype=np.int64)
     due = np.zeros(count, dtype=bool)
-    waiting = np.zeros(count, dtype=bool)  # a long change for its second run
-    first = np.zeros(count)  # what its first run showed
     safe = (p.truth, p.code, number, weight)  # as of the last re-run that bore out the keeps
     reviews = 0 * missed
     for t in range(rule.baselines, nights.night.runs):
         paying = rule.price & (p.debt > 0)
-        review = due & ~waiting & ~paying
-        batch = (missed == rule.together) & ~waiting & ~review & ~paying
-        idea = ~(paying | waiting | review | batch)
+        review = due & ~paying
+        batch = (missed == rule.together) & ~review & ~paying
+        idea = ~(paying | review | batch)
         long = nights.uniform("lines", p.ideas) < LINES
-        effect = np.where(idea | waiting, nights.effect(p.ideas), 0)
+        effect = np.where(idea, nights.effect(p.ideas), 0)
         spread = INTERACTION * np.sqrt((misses**2).sum(axis=0))
         together = misses.sum(axis=0) + spread * nights.normal("together", p.ideas)
         effect = np.where(batch, together, effect)
         truth = p.truth + effect
         own_code = np.where(batch, 10_000 + p.ideas, p.ideas + 1)
         code = np.where(review, p.code, own_code)
-        seed = np.where(review, 100 + reviews, 42 + waiting)
-        seen = nights.run(t, code, seed, truth)
+        seen = nights.run(t, code, np.where(review, 100 + reviews, 42), truth)
 
-        shown = np.where(waiting, (first + seen) / 2, seen)
-        gain = (number - shown) / sigma
-        bar = np.where(idea & long & (rule.long_bar is not None), rule.long_bar or 0, rule.bar)
-        good = (idea | batch | waiting) & (gain > bar)
-        again = idea & ~good & (gain > rule.bar)
-        near = idea & ~good & ~again & (gain > -rule.near)
+        gain = (number - seen) / sigma
+        bar = np.where(idea & long, rule.long_bar, rule.bar)
+        good = (idea | batch) & (gain > bar)
+        near = idea & ~good & (gain > -rule.near)
         p.keep(good, truth, code, long & ~batch)
-        number = np.where(good, number - rule.pull * (number - shown), number)
-        weight = np.where(good, 1.0 + waiting, weight)
+        number = np.where(good, number - rule.pull * (number - seen), number)
+        weight = np.where(good, 1.0, weight)
         misses = np.where(batch, 0, misses)
         missed = np.where(batch, 0, missed)
         for i in range(rule.together):
@@ -288,7 +282,7 @@ def program(nights, rule):
         missed = np.minimum(missed + near, rule.together)
 
         capped = np.minimum(weight, rule.cap)
-        undone = review & (seen > number + rule.undo * sigma)
+        undone = review & (seen > safe[2] + rule.undo * sigma)
         averaged = (number * capped + seen) / (capped + 1)
         number = np.where(review, averaged, number)
         weight = np.where(review, capped + 1, weight)
@@ -297,12 +291,9 @@ def program(nights, rule):
         p.truth, p.code, number, weight = now
         safe = [np.where(review, new, old) for old, new in zip(safe, now, strict=True)]
         reviews += review
-        first = np.where(again, seen, first)
-        done = (idea & ~again) | waiting
-        waiting = again
-        p.ideas += done
+        p.ideas += idea
         p.debt -= paying
-        due = (due & ~review) | (done & (p.ideas % rule.review == 0))
+        due = (due & ~review) | (idea & (p.ideas % rule.review == 0))
     return p, number
 
 
@@ -363,7 +354,7 @@ def search(count):
         "review": (5, 10, 15, 20),
         "cap": (2, 4, 8),
         "undo": (2, 3, np.inf),
-        "long_bar": (None, 1.0, 1.5, 2.0),
+        "long_bar": (0.5, 0.75, 1.0, 1.5),
     }
     settings = [{}]
     settings += [{name: value} for name, values in choices.items() for value in values]
@@ -394,7 +385,7 @@ def main():
     print("A keep that adds lines and gives nothing costs a later run:\n")
     priced = {
         "program.md": Rule(price=True),
-        "without the rule for long changes": Rule(price=True, long_bar=None),
+        "without the rule for long changes": Rule(price=True, long_bar=Rule.bar),
     }
     print_rules({n: partial(program, rule=r) for n, r in priced.items()}, NIGHTS, args.nights)
 
