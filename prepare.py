@@ -6,6 +6,7 @@ it during a night of research.
     uv run prepare.py --data-dir DIR   a corpus of your own: parquet files with a column `text`; the
                                        last by name is validation
     uv run prepare.py --verify         check the cache by hashing it and tokenising samples again
+    uv run prepare.py --rerun COMMIT   train a commit again, where nothing of earlier runs can help
 
 Two profiles set the sizes: `full` if there is an NVIDIA GPU, else `small`. Part 1 is what a run
 uses, part 2 makes the cache. Importing this file does nothing; torch, which takes seconds, is
@@ -21,6 +22,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import io
 import itertools
 import json
 import logging
@@ -33,6 +35,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -800,8 +803,7 @@ def evaluate_bpb(model, tokenizer, batch_size):
     with 3.
 
     No check inside a process stops determined code, or knows that weights came from an earlier run.
-    For that there are --verify and a re-run of the commit in a clean worktree with
-    AUTORESEARCH_RUNS, HOME and TMPDIR of its own."""
+    For that there are --verify and --rerun."""
     try:
         if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
@@ -1447,6 +1449,49 @@ def verify():
     raise SystemExit(3 if found else 0)
 
 
+def rerun(commit):
+    """Trains a commit again, at SEED, in a clean copy: home, cache but for what was prepared,
+    temporary and compiled files are its own; interpreter and HF_HOME are the caller's. Copies the
+    record into RUNS and ends with the exit code of train.py. What train.py reads by an absolute
+    path is left to a reader of the diff."""
+    name = git("rev-parse", "--verify", "--short", f"{commit}^{{commit}}")
+    if name is None:
+        stop(f"{commit} is no commit of this folder; `git log --oneline` lists them.")
+    check_cache()
+    with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
+        tree, home, temporary, cache = (
+            Path(clean, part) for part in ("tree", "home", "tmp", "cache")
+        )
+        root = cache / ROOT.relative_to(CACHE)
+        for folder in (tree, home, temporary, root):
+            folder.mkdir(parents=True)
+        for part in ("manifest.json", "data", "val", "tokenizer", "tokens"):
+            (root / part).symlink_to(ROOT / part)
+        if (CACHE / "kernels").exists():
+            (cache / "kernels").symlink_to(CACHE / "kernels")
+        archive = ["git", "-C", Path(__file__).parent, "archive", name]
+        with tarfile.open(fileobj=io.BytesIO(subprocess.check_output(archive))) as files:
+            files.extractall(tree, filter="data")
+        own = ("PYTHONPATH", "AUTORESEARCH_RUNS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        environment = {key: value for key, value in os.environ.items() if key not in own}
+        environment |= {
+            "HOME": str(home),
+            "TMPDIR": str(temporary),
+            "AUTORESEARCH_CACHE": str(cache),
+            "AUTORESEARCH_COMMIT": name,
+            "GIT_CEILING_DIRECTORIES": clean,  # the copy is in no repository
+            "HF_HOME": os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"),
+        }
+        process = subprocess.Popen([sys.executable, "train.py"], cwd=tree, env=environment)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: process.send_signal(number))
+        code = process.wait()
+        for record in (cache / "runs").glob("*.json"):
+            with replacing(RUNS / record.name) as file:
+                file.write(record.read_bytes())
+    raise SystemExit(code if code >= 0 else 128 - code)
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(
         description="Prepares corpus, tokenizer and validation rows for train.py."
@@ -1472,6 +1517,9 @@ def parse_arguments():
     parser.add_argument(
         "--verify", action="store_true", help="check what a score rests on, change nothing"
     )
+    parser.add_argument(
+        "--rerun", metavar="COMMIT", help="train it again, at SEED, in a clean copy"
+    )
     args = parser.parse_args()
     if all(getattr(args, key) == parser.get_default(key) for key in CHOICE):
         vars(args).update(load_manifest()["choice"])  # none given: that of the cache
@@ -1483,6 +1531,8 @@ def main():
     try:
         if args.verify:
             verify()
+        if args.rerun:
+            rerun(args.rerun)
         ROOT.mkdir(parents=True, exist_ok=True)
         writable = os.access(ROOT, os.W_OK)
         lock = filelock.FileLock(ROOT / ".lock") if writable else contextlib.nullcontext()

@@ -3,13 +3,14 @@ Leaks that are bound to positions: what each would be worth in bits per byte, an
 probes see it.
 
     uv run benchmarks/leaks.py                    # needs a prepared cache of the small profile
-    uv run benchmarks/leaks.py --steps 20 --draws 3 "prefix of 8"
+    uv run benchmarks/leaks.py --steps 20 --more 20 --draws 3 "prefix of 8"
 
-A small GPT is trained once as it should be and once for each leak, for the same number of steps on
-the same batches; then its score is probed with as many draws of rows and cuts.
+A small GPT is trained as it should be. From there it is trained on, for each leak and without one,
+for some more steps on the same batches; then its score is probed, with many draws of rows and cuts.
 """
 
 import argparse
+import copy
 import itertools
 import math
 import sys
@@ -61,8 +62,7 @@ def attention_with(leak):
     return attention
 
 
-def trained(attention, steps, rows):
-    """A model after so many steps on the training tokens."""
+def build():
     config = train.Config(
         vocab_size=prepare.VOCAB_SIZE,
         sequence_len=prepare.MAX_SEQ_LEN,
@@ -72,17 +72,31 @@ def trained(attention, steps, rows):
         windows=(128, prepare.MAX_SEQ_LEN),
         value_layers=(1,),
     )
-    model = train.GPT(config, attention)
+    model = train.GPT(config, attention_with(LEAKS["none"]))
     train.initialise(model, torch.float32, 0)
-    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+    return model
+
+
+def read_batches(count, rows):
+    """[inputs, targets, epoch] of the training tokens."""
     flats = [prepare.ROOT / name for name in prepare.load_manifest()["tokens"].values()][:-1]
     documents = itertools.chain.from_iterable(prepare.read_tokens(flat) for flat in flats)
     packed = prepare.pack_rows(documents, prepare.MAX_SEQ_LEN + 1)
-    for step in range(steps):
+    for _ in range(count):
         batch = np.stack(list(itertools.islice(packed, rows))).astype(np.int64)
         batch = torch.from_numpy(batch)
-        train.set_schedules(optimizer, step / steps, step)
-        train.train_step(model, optimizer, iter([(batch[:, :-1], batch[:, 1:], 1)]), 1)
+        yield batch[:, :-1], batch[:, 1:], 1
+
+
+def train_on(model, batches, leak):
+    """One step per batch, at a learning rate that falls to 0, with what the leak lets be seen."""
+    for block in model.blocks:
+        block.attention.attend = attention_with(LEAKS[leak])
+    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+    model.train()
+    for step, batch in enumerate(batches):
+        train.set_schedules(optimizer, step / len(batches), step)
+        train.train_step(model, optimizer, iter([batch]), 1)
     return model.eval()
 
 
@@ -108,7 +122,8 @@ def is_seen(model, rows, losses, token_bytes, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n\n")[0])
     parser.add_argument("leaks", nargs="*", help="some of them (all)")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300, help="without a leak (300)")
+    parser.add_argument("--more", type=int, default=100, help="with one (100)")
     parser.add_argument("--rows", type=int, default=8, help="rows per step")
     parser.add_argument("--draws", type=int, default=40)
     args = parser.parse_args()
@@ -117,10 +132,12 @@ def main():
     )
     token_bytes = prepare.Tokenizer.from_directory().token_bytes
     count = token_bytes[rows[:, 1:]].sum()
+    batches = list(read_batches(args.steps + args.more, args.rows))
+    begin = train_on(build(), batches[: args.steps], "none")
     honest = None
     print("| leak | val_bpb | worth | seen |\n|---|---|---|---|", flush=True)
     for name in ["none", *(args.leaks or [name for name in LEAKS if name != "none"])]:
-        model = trained(attention_with(LEAKS[name]), args.steps, args.rows)
+        model = train_on(copy.deepcopy(begin), batches[args.steps :], name)
         losses = all_losses(model, rows, token_bytes)
         bpb = losses.sum(dtype=np.float64) / math.log(2) / count
         honest = honest or bpb

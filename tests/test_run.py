@@ -3,6 +3,7 @@ would."""
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import prepare
-from tests.common import edited, train
+from tests.common import ROOT, edited, run_script, train
 from tests.test_report import parse_block
 from tests.test_security import GUARD
 
@@ -70,23 +71,36 @@ def leak(folder):
 
 
 def smuggled(folder):
-    """Saves its weights outside the cache and loads those of the run before; then the same with a
-    HOME and a TMPDIR that are clean."""
+    """Keeps its weights in the cache and begins with those of the run before; then the same commit
+    by --rerun."""
     load = (
-        "    import pathlib, tempfile\n"
-        "    kept = pathlib.Path(tempfile.gettempdir(), 'kept.pt')\n"
+        "    import prepare\n"
+        "    kept = prepare.CACHE / 'inductor' / 'kept.pt'\n"
+        "    kept.parent.mkdir(exist_ok=True)\n"
         "    if kept.exists():\n"
         "        model.load_state_dict(torch.load(kept))\n"
     )
     save = "    torch.save(model.state_dict(), kept)\n"
     script = edited(folder, [before(TRAIN, load), before(EVALUATE, save)])
-    places = [folder / "night", folder / "night", folder / "clean"]
-    for place in places[1:]:
-        place.mkdir()
-    return [
-        train(script, 2, TMPDIR=place, HOME=place, AUTORESEARCH_RUNS=place / "runs")
-        for place in places
-    ]
+    cache = folder.with_name("smuggled-cache")
+    shutil.copytree(prepare.ROOT, cache / prepare.ROOT.name)
+    commit(folder)
+    runs = [train(script, 2, AUTORESEARCH_CACHE=cache) for _ in range(2)]
+    told = {"AUTORESEARCH_TIME_BUDGET": 2, "AUTORESEARCH_RUNS": folder / "audit"}
+    ruler = script.with_name("prepare.py")
+    told |= {"AUTORESEARCH_CACHE": cache, "SEED": 100}
+    before_it = sorted(folder.iterdir())
+    done = run_script(ruler, "--rerun", "HEAD", cwd=folder, **told)
+    done.untouched = sorted(folder.iterdir()) == sorted([*before_it, folder / "audit"])
+    done.records = [json.loads(path.read_text()) for path in (folder / "audit").glob("*.json")]
+    return [*runs, done]
+
+
+def commit(folder):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (folder / ".gitignore").write_text("runs/\naudit/\n__pycache__/\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], cwd=folder, check=True)
 
 
 @dataclass
@@ -261,15 +275,39 @@ def test_a_run_says_what_it_is_in_few_words(outcomes):
     assert len(done.output) < 20_000 and len("\n".join(done.output.splitlines()[-50:])) < 5_000
 
 
-def test_a_clean_worktree_exposes_weights_of_an_earlier_run(outcomes):
-    """The run itself cannot tell; the same commit with HOME, TMPDIR and AUTORESEARCH_RUNS of its
-    own can."""
+def test_a_rerun_exposes_weights_of_an_earlier_run(outcomes):
+    """The run itself cannot tell; the same commit by --rerun can."""
     runs = outcomes("smuggled")
-    assert [done.returncode for done in runs] == [0, 0, 0], runs[1].output
-    # The loss after a tenth of the budget, of two runs in the second folder of records.
-    first, night, clean = ([record["curve"][0] for record in done.records] for done in runs)
+    assert [done.returncode for done in runs] == [0, 0, 0], runs[-1].output
+    # The loss after a tenth of the budget, of two runs in the first folder of records.
+    night = [record["curve"][0] for record in runs[1].records]
+    [rerun] = runs[2].records
     assert len(night) == 2
-    assert min(night) < min(*first, *clean) - 0.3, (first, night, clean)
+    assert min(night) < min(max(night), rerun["curve"][0]) - 0.3
+    assert rerun["seed"] == 100
+    assert rerun["commit"] == runs[1].records[0]["commit"]  # and not dirty
+    assert runs[2].untouched
+
+
+def test_a_rerun_of_no_commit_gets_a_sentence(cache):
+    done = run_script(ROOT / "prepare.py", "--rerun", "nonsense")
+    assert done.returncode == 2
+    assert done.output == (
+        "error: nonsense is no commit of this folder; `git log --oneline` lists them.\n"
+    )
+
+
+def test_a_rerun_needs_a_prepared_cache(tmp_path):
+    done = run_script(ROOT / "prepare.py", "--rerun", "HEAD", AUTORESEARCH_CACHE=tmp_path)
+    assert done.returncode == 2 and "is not prepared by this prepare.py" in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_a_rerun_passes_the_exit_code_on(cache, tmp_path):
+    script = edited(tmp_path / "code", TOTAL_BATCH_SIZE=1000)
+    commit(script.parent)
+    done = run_script(script.with_name("prepare.py"), "--rerun", "HEAD", cwd=script.parent)
+    assert done.returncode == 2 and "TOTAL_BATCH_SIZE = 1000 is not" in done.stderr
 
 
 def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(outcomes):
