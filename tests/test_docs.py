@@ -19,6 +19,7 @@ import pytest
 
 PROGRAM = (ROOT / "program.md").read_text()
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", PROGRAM, re.S)
 
 
@@ -27,16 +28,16 @@ def block(words):
     return found
 
 
-def section(title):
-    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+def section(title, text=README):
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 # ---- Names ----
 def test_every_key_is_documented_and_every_quoted_one_exists():
-    rows = re.findall(r"^\| (`.*?) \|", section("What a run prints"), re.M)
+    rows = re.findall(r"^\| (`.*?) \|", section("The keys of a run", REFERENCE), re.M)
     assert rows
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) <= set(prepare.KEYS)
-    tables = " ".join(re.findall(r"^\|.*\|$", README, re.M))
+    tables = " ".join(re.findall(r"^\|.*\|$", REFERENCE, re.M))
     assert set(prepare.KEYS) <= set(re.findall(r"`(\w+)`", tables))
     # Beside keys: the block itself, train.py, stop.
     printed = [*prepare.KEYS, "start", "exit", "FAIL", "error"]
@@ -45,7 +46,8 @@ def test_every_key_is_documented_and_every_quoted_one_exists():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "program.md", "cluster/README.md", "benchmarks/README.md"]
+    "name",
+    ["README.md", "docs/reference.md", "program.md", "cluster/README.md", "benchmarks/README.md"],
 )
 def test_quoted_variables_knobs_and_files_exist(name):
     text = (ROOT / name).read_text()
@@ -62,7 +64,7 @@ def test_quoted_variables_knobs_and_files_exist(name):
 
 def test_exit_codes_agree():
     codes = ["0", "1", "2", "3", "4", "5", "130", "143"]
-    sentence = README.split("Exit codes: ")[1].split("\n\n")[0]
+    sentence = REFERENCE.split("Exit codes: ")[1].split("\n\n")[0]
     assert re.findall(r"\b\d+\b", sentence) == codes
     assert re.findall(r"\b\d+\b", prepare.__doc__.split("Exit codes")[1]) == codes
     handled = PROGRAM.split("By `exit`:\n")[1].split("\n## ")[0]
@@ -79,7 +81,7 @@ def test_knobs_named_in_the_texts_are_knobs():
 
 def test_markers_named_in_the_texts_exist(pytestconfig):
     registered = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
-    texts = README + (ROOT / "benchmarks" / "README.md").read_text()
+    texts = REFERENCE + (ROOT / "benchmarks" / "README.md").read_text()
     named = set(re.findall(r"pytest -m (\w+)", texts))
     assert {"faults", "redteam"} <= named <= registered
 
