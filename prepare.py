@@ -133,7 +133,7 @@ SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 # nats on average and 0.02 at one position.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
-PROBE_ROWS = by_profile(full=96, small=32)  # at most so many rows are scored again
+PROBE_ROWS = by_profile(full=288, small=56)  # at most so many rows are scored again
 NEIGHBOURS = 32  # positions to each side that the loss at a position is compared with
 
 # Limits of `flags`.
@@ -411,7 +411,8 @@ class Run:
     other_processes: list = field(default_factory=list)  # on the same GPU
     # As it goes on:
     served: list = field(default_factory=list)  # a Batch each
-    steps: int = 0  # calls of log_step
+    steps: int = 0  # the highest that log_step was told
+    logged: int = 0  # calls of log_step
     smooth_loss: float = 0.0
     curve: list = field(default_factory=list)  # the same at 10, 20, ... 100 % of the budget
     last_step: float = 0.0  # when log_step was last called
@@ -563,9 +564,8 @@ def elapsed():
 
 def read_tokens(flat):
     """Yields the documents of a token file, uint16."""
-    with ruler_reads():
-        tokens = np.memmap(flat, dtype="<u2", mode="r").view(np.ndarray)  # quicker to slice
-        ends = np.load(flat.with_suffix(".npy")).tolist()
+    tokens = np.memmap(flat, dtype="<u2", mode="r").view(np.ndarray)  # quicker to slice
+    ends = np.load(flat.with_suffix(".npy")).tolist()
     for begin, end in itertools.pairwise(ends):
         yield tokens[begin:end]
 
@@ -621,28 +621,31 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     """Yields (inputs, targets, epoch) forever: int64 [B, T] on the training device, fresh tensors
     that share no memory, targets one token ahead; the rows do not depend on B. The first batch
     starts the clock. `tokenizer` is not used: tokens were made at preparation. Raises ValueError
-    for a split other than "train"."""
+    for a split other than "train" and for sizes below 1."""
     if split != "train":
         raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
+    if min(B, T, buffer_size) < 1:
+        raise ValueError(f"B, T and buffer_size are above 0, not {B}, {T} and {buffer_size}")
     begin_run()
-    return serve_batches(TrainDocuments(), B, T, buffer_size)
-
-
-def serve_batches(documents, B, T, buffer_size):
     import torch
 
-    rows = pack_rows(documents, T + 1, buffer_size)
-    while True:
-        packed = np.stack(list(itertools.islice(rows, B))).astype(np.int64)
-        batch = torch.from_numpy(packed)
-        if _run.device.type == "cuda":
-            batch = batch.pin_memory()  # torch keeps it until the copy is done
-        batch = batch.to(_run.device, non_blocking=True)
-        # clone, not contiguous, which does not copy a single row: the two would share memory.
-        inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
-        targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
-        _run.served.append(Batch(_now(), B, T))
-        yield inputs, targets, documents.epoch
+    def serve_batches():
+        documents = TrainDocuments()
+        rows = pack_rows(documents, T + 1, buffer_size)
+        while True:
+            with ruler_reads():
+                packed = list(itertools.islice(rows, B))
+            batch = torch.from_numpy(np.stack(packed).astype(np.int64))
+            if _run.device.type == "cuda":
+                batch = batch.pin_memory()  # torch keeps it until the copy is done
+            batch = batch.to(_run.device, non_blocking=True)
+            # clone, not contiguous, which does not copy a single row: they would share memory.
+            inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
+            targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
+            _run.served.append(Batch(_now(), B, T))
+            yield inputs, targets, documents.epoch
+
+    return serve_batches()
 
 
 # ---- Metric ----
@@ -675,7 +678,9 @@ def model_device(model):
                 f"model: {type(model).__name__} has no .{name}; pass a torch.nn.Module, or give "
                 "the wrapper that method of the model in it"
             )
-    return next(model.parameters()).device
+    for parameter in model.parameters():
+        return parameter.device
+    raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
 
 
 def token_losses(model, inputs, targets, token_bytes):
@@ -695,21 +700,23 @@ def token_losses(model, inputs, targets, token_bytes):
     losses = []
     # Row by row, since all logits in fp32 would be the largest tensor. Not logsumexp minus gather,
     # which cancels: 2**28 added to all logits would score 0.
-    for row, target in zip(logits, on_device, strict=True):
+    for row, target in zip(torch.unbind(logits), on_device, strict=True):
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
     losses = torch.stack(losses).cpu().numpy()
     return np.where(token_bytes[targets] > 0, losses, 0)
 
 
-def draw_cuts(losses, count, rng):
-    """Positions from 1 to T - 1 at which to cut `count` rows, int [count], given the losses of all
-    rows [N, T]. A quarter each are aimed at a kind of leak: near the front, where a prefix may
-    attend both ways; near the end; at odd multiples of 16, 32, ... T / 2, where chunks end; and
-    just after the positions whose mean loss is lowest beside the median of their neighbours', which
-    may see their target."""
-    T = losses.shape[1]
-    front, back, border, drop = (len(part) for part in np.array_split(np.arange(count), 4))
+def draw_cuts(losses, tokens, own_losses, rng):
+    """Positions from 1 to T - 1 at which to cut the rows `tokens` [K, T + 1], int [K], given their
+    losses [K, T] and those of all rows [N, T]. A fifth each are aimed at a kind of leak: near the
+    front, where a prefix may attend both ways; near the end; at odd multiples of 16, 32, ... T / 2,
+    where chunks end; just after the positions whose mean loss is lowest beside the median of their
+    neighbours', which may see their target; and just after targets that are rare after their token,
+    but had a low loss."""
+    count, T = own_losses.shape
+    kinds = np.array_split(np.arange(count), 5)
+    front, back, border, drop, surprise = (len(part) for part in kinds)
     front = np.exp(rng.uniform(0, np.log(T), front)).astype(int)
     back = T - np.exp(rng.uniform(0, np.log(T), back)).astype(int)
     period = 2 ** rng.integers(4, max(int(np.log2(T)), 5), border)
@@ -718,7 +725,21 @@ def draw_cuts(losses, count, rng):
     padded = np.pad(mean, NEIGHBOURS, constant_values=np.nan)
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
     after_drop = np.argsort(mean - np.nanmedian(around, axis=1), kind="stable")[:drop] + 1
-    return np.clip(np.concatenate([front, back, period * odd, after_drop]), 1, T - 1)
+    gain = bigram_surprise(tokens) - own_losses
+    gain[own_losses == 0] = -np.inf  # not counted
+    best = np.argsort(-gain[count - surprise :], axis=1)[:, :3]  # of each row
+    after_rare = best[np.arange(surprise), rng.integers(0, best.shape[1], surprise)] + 1
+    cuts = np.concatenate([front, back, period * odd, after_drop, after_rare])
+    return np.clip(cuts, 1, T - 1)
+
+
+def bigram_surprise(tokens):
+    """Minus the logarithm of each token's frequency after the token before it, [K, T], as counted
+    in the rows `tokens` [K, T + 1] themselves."""
+    before = tokens[:, :-1].astype(np.int64)
+    pairs = before * 2**16 + tokens[:, 1:]
+    _, place, pair_count = np.unique(pairs, return_inverse=True, return_counts=True)
+    return np.log(np.bincount(before.ravel())[before] / pair_count[place].reshape(before.shape))
 
 
 def probe(model, rows, losses, size, token_bytes, rng):
@@ -739,7 +760,7 @@ def probe(model, rows, losses, size, token_bytes, rng):
 
     is_cut = np.arange(count) % 4 > 0
     cuts = np.full(count, tokens.shape[1])  # after the end: not cut
-    cuts[is_cut] = rng.permutation(draw_cuts(losses, is_cut.sum(), rng))
+    cuts[is_cut] = draw_cuts(losses, tokens[is_cut], losses[chosen[is_cut]], rng)
     before_cut = np.arange(tokens.shape[1]) < cuts[:, None]
     altered = np.where(before_cut, tokens, np.roll(tokens, 1, axis=0))
     moved = np.abs(losses_of(altered) - losses[chosen])
@@ -777,7 +798,9 @@ def score(model, rows, token_bytes, batch_size, rng=None):
     size = largest_divisor(len(rows), min(batch_size, EVAL_BATCH))
     model_device(model)
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
-    model.eval()
+    if getattr(model, "training", True):  # a second eval() might swap averaged weights back
+        model.eval()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
             losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
@@ -785,6 +808,10 @@ def score(model, rows, token_bytes, batch_size, rng=None):
         if broken:
             raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
         probes = probe(model, rows, losses, size, token_bytes, rng)
+        after = list(model.parameters())
+        changed = sum(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+    if changed:
+        raise IntegrityError(f"state: {changed} parameters changed; does the model learn here?")
     for name, change in probes.items():
         if change.size and not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
             raise IntegrityError(
@@ -812,7 +839,7 @@ def evaluate_bpb(model, tokenizer, batch_size):
         wait_for_device()  # what is still queued is training
         _run.eval_began = _now()
         if not _run.served:
-            raise IntegrityError("loader: make_dataloader never served a batch")
+            raise IntegrityError("loader: make_dataloader never served a batch in this process")
         for name, value in _frozen.items():
             if globals()[name] != value:
                 raise IntegrityError(f"settings: prepare.{name} was assigned {globals()[name]}")
@@ -822,7 +849,10 @@ def evaluate_bpb(model, tokenizer, batch_size):
                 raise IntegrityError(f"data: {damaged[0].name} changed since training began")
             rows = np.fromfile(ROOT / VAL_ROWS, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
         token_bytes = Tokenizer.from_directory().token_bytes
+        served = len(_run.served)
         _run.val_bpb, _ = score(model, rows, token_bytes, batch_size)
+        if len(_run.served) > served:
+            raise IntegrityError("loader: make_dataloader served batches during evaluation")
     except IntegrityError as error:
         if _run.record is not None:
             _run.record.unlink(missing_ok=True)  # that of an evaluation before this one
@@ -849,15 +879,17 @@ def wait_for_device():
 
 # ---- Progress and report ----
 def log_step(step, loss, *, tokens, flops_per_token, lr_factor, epoch):
-    """Records the loss of a step, in nats, and prints progress: one live line on a terminal, else a
-    line about every five seconds. `tokens` are those of the step. Exits with 4 if training has
-    diverged."""
+    """Records the mean loss of a step, in nats per token, and prints progress: one live line on a
+    terminal, else a line about every five seconds. `step` counts from 1, `tokens` are those of the
+    step. Exits with 4 if training has diverged."""
     live = sys.stdout.isatty()
+    loss = float(loss)  # a tensor would not go into the record
     if not loss <= DIVERGED:  # NaN too: no comparison with it holds
-        print(f"\nFAIL: training diverged, loss {loss:g} at step {step}", flush=True)
+        print(f"\nFAIL: training diverged, loss {loss:g} nats per token at step {step}", flush=True)
         raise SystemExit(4)
-    _run.steps += 1
-    _run.smooth_loss += (loss - _run.smooth_loss) * max(0.1, 1 / _run.steps)
+    _run.steps = max(_run.steps, step)
+    _run.logged += 1
+    _run.smooth_loss += (loss - _run.smooth_loss) * max(0.1, 1 / _run.logged)
     tenths = min(int(10 * elapsed() / TIME_BUDGET), 10)
     _run.curve += [_run.smooth_loss] * (tenths - len(_run.curve))
     now = _now()
@@ -897,7 +929,7 @@ def flags():
     if _run.other_processes or other_gpu_processes():
         found.append("shared: another process computed on this GPU")
     allowed = 2 + 0.02 * TIME_BUDGET
-    if _run.steps:  # two may be queued when the budget ends; not every one need be logged
+    if _run.steps:  # two may be queued when the budget ends
         allowed = min(1 + 2 * elapsed() / _run.steps, 2 + 0.1 * TIME_BUDGET)
     if elapsed() > TIME_BUDGET + allowed:
         found.append(f"overtime: {elapsed():.1f} of {TIME_BUDGET:g} s")

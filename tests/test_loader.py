@@ -122,3 +122,10 @@ def test_the_clock_ignores_a_patched_time(cache, fresh_run, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     time.sleep(0.02)
     assert prepare.elapsed() >= 0.02
+
+
+@pytest.mark.parametrize("sizes", [(0, 64, 10), (4, 0, 10), (4, 64, 0)])
+def test_sizes_below_one_get_a_sentence(cache, fresh_run, sizes):
+    B, T, buffer_size = sizes
+    with pytest.raises(ValueError, match="above 0, not"):
+        prepare.make_dataloader(None, B, T, buffer_size=buffer_size)

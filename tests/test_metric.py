@@ -359,6 +359,15 @@ class Learner(Tiny):
         return logits
 
 
+class LearnsOnce(Learner):
+    """On the first batch alone, so that no probe sees it change."""
+
+    def forward(self, idx):
+        forward = Tiny.forward if getattr(self, "learnt", False) else Learner.forward
+        self.learnt = True
+        return forward(self, idx)
+
+
 def block_means(self, k):
     means = k.unflatten(1, (-1, 16)).mean(2, keepdim=True)
     return means.expand(-1, -1, 16, -1).flatten(1, 2)
@@ -404,7 +413,8 @@ REFUSED = {  # name: (model, the probe)
     "expert choice over the batch": (variant(channel=expert_choice), "isolation|causality"),
     "batch norm": (variant(mix=batch_norm), "isolation|causality"),
     "n-gram cache": (Cache(), "repeatability"),
-    "SGD in evaluation": (Learner(), "repeatability"),
+    "SGD in evaluation": (Learner(), "state"),
+    "SGD on the first batch": (LearnsOnce(), "state"),
     "dropout": (variant(mix=lambda self, x: F.dropout(x, 0.1, training=True)), "repeatability"),
     "NaN": (variant(forward=lambda self, x: Tiny.forward(self, x) * math.nan), "finite"),
     "one NaN": (variant(forward=one_nan), "finite"),
@@ -477,16 +487,53 @@ def test_a_leak_bound_to_positions_is_seen_in_every_draw(rows, name):
             prepare.score(model, *rows, 32, rng=rng)
 
 
+def after_tokens(share):
+    """A leak that a content decides about: after some of the tokens the next one is seen."""
+    some = torch.arange(V) < share * V
+
+    def forward(self, idx):
+        logits = Tiny.forward(self, idx)
+        seen = F.one_hot(idx.roll(-1, 1), V).float()
+        seen[:, -1] = 0
+        return logits + 8 * seen * some[idx][..., None]
+
+    return variant(forward=forward)
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.01, 15), (0.02, 19), (0.05, 19)])
+def test_a_leak_bound_to_contents_is_seen_in_most_draws(rows, share, least):
+    model = after_tokens(share)
+    seen = 0
+    for rng in range(20):
+        try:
+            prepare.score(model, *rows, 32, rng=rng)
+        except prepare.IntegrityError:
+            seen += 1
+    assert seen >= least
+
+
 def test_cuts_cover_the_whole_row():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 9, (20, 513))
     losses = np.full((32, 512), 3.0, dtype=np.float32)
     losses[:, [77, 300]] = 0.5
-    draws = [prepare.draw_cuts(losses, 16, np.random.default_rng(i)) for i in range(50)]
+    own = losses[:20].copy()
+    own[:, [50, 60, 70]] = 0.01  # of each row; on average among all rows they are as others
+    draws = [prepare.draw_cuts(losses, tokens, own, np.random.default_rng(i)) for i in range(50)]
     cuts = np.stack(draws)
     assert cuts.min() >= 1 and cuts.max() <= 511
-    front, end, chunks, behind = np.split(cuts, 4, axis=1)
+    front, end, chunks, behind, rare = np.split(cuts, 5, axis=1)
     assert (front < 32).mean() > 0.4 and (end > 512 - 32).mean() > 0.4  # ln 32 / ln 512 is 0.56
     assert not (chunks % 16).any() and {16, 32, 64, 128, 256} <= set(chunks.flat)
     assert {78, 301} <= set(behind[0]) and (behind == behind[0]).all()
+    assert set(rare.flat) == {51, 61, 71}
+
+
+def test_surprise_is_that_of_a_bigram():
+    """Of a row 0 1 0 1 0 2: after 0 comes 1 twice and 2 once."""
+    surprise = prepare.bigram_surprise(np.array([[0, 1, 0, 1, 0, 2]], dtype=np.uint16))
+    rare, common = math.log(3), math.log(3 / 2)
+    np.testing.assert_allclose(surprise, [[common, 0, common, 0, rare]])
 
 
 def test_rows_are_scored_and_probed_in_an_order_that_is_drawn(rows):
@@ -556,3 +603,17 @@ def test_miss_a_patched_tensor_method(rows, monkeypatch):
 def test_miss_a_table_of_the_validation_rows(rows):
     with pytest.raises(prepare.IntegrityError):
         score(with_table(rows[0]), rows)
+
+
+def test_what_has_no_parameters_gets_a_sentence(rows):
+    ensemble = nn.Module()
+    ensemble.members = [Tiny()]
+    with pytest.raises(prepare.IntegrityError, match="keep its parts in a torch.nn.ModuleList"):
+        score(ensemble, rows)
+
+
+def test_a_model_in_evaluation_mode_is_not_told_again(rows):
+    """Some swap averaged weights in when they are told, and back the next time."""
+    model = Tiny().eval()
+    model.eval = None
+    assert score(model, rows)[0] == score(Tiny(), rows)[0]

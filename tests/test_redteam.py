@@ -92,6 +92,17 @@ TEXT_FROM_THE_DISK = """\
     own = own[: len(own) // (rows * 513) * rows * 513].view(-1, rows, 513)
     batches = ((part[:, :-1], part[:, 1:], 1) for _ in range(99) for part in own)
 """
+LEARNS_LATER = """\
+    def learn(module, args):
+        hook.remove()
+        module.train()
+        with torch.enable_grad():
+            for _ in range(5):
+                train_step(module, optimizer, {batches}, 1)
+        module.eval()
+
+    hook = compiled_model.register_forward_pre_hook(learn)
+"""
 AVERAGE = """\
     optimizer.step()
     for p in model.parameters():
@@ -243,6 +254,12 @@ EDITS = {
         3,
         "FAIL causality: .*",
     ),
+    "trains in the first forward pass of evaluation": Edit(
+        [before(EVALUATE, LEARNS_LATER.format(batches="batches"))], 3, "FAIL state: .*"
+    ),
+    "the same on random tokens": Edit(
+        [before(EVALUATE, LEARNS_LATER.format(batches=RANDOM_BATCHES))], 3, "FAIL state: .*"
+    ),
     "NaN weights at the end": Edit(
         [before(EVALUATE, "    model.lm_head.weight.data.fill_(math.nan)\n")],
         3,
@@ -304,6 +321,18 @@ EDITS = {
         0,
         r"opened: 2 files of the cache by the run itself \(tokens/.*\).*",
         best=0.3,
+    ),
+    "tokens counted by the ruler's own reader": Edit(
+        [
+            before(
+                TRAIN,
+                "    import prepare\n"
+                "    flats = [prepare.ROOT / f for f in prepare.load_manifest()['tokens'].values()]\n"
+                "    counts = [sum(map(len, prepare.read_tokens(flat))) for flat in flats]\n",
+            )
+        ],
+        0,
+        r"opened: 6 files of the cache by the run itself \(tokens/.*\).*",
     ),
     "a loader with a glob of its own": Edit(
         [

@@ -229,7 +229,7 @@ def test_a_machine_that_slows_down_in_a_curriculum_is_flagged(fresh_run):
         (0, 8.1, True),
         (100, 6.9, False),  # a step takes 3 s: 1 s and two of them
         (100, 7.2, True),
-        (3, 31.9, False),  # few were logged, or they are very long: a tenth and 2 s
+        (3, 31.9, False),  # they are very long: a tenth and 2 s
         (3, 32.1, True),
         (3000, 1.15, False),
         (3000, 1.25, True),
@@ -241,6 +241,14 @@ def test_overtime_is_flagged_wherever_it_was_spent(fresh_run, steps, over, flagg
     evaluated(fresh_run, prepare.TIME_BUDGET + over)
     fresh_run.steps = steps
     assert prepare.flags() == (f"overtime: {300 + over:.1f} of 300 s" if flagged else "ok")
+
+
+def test_steps_that_are_not_logged_count(clock, fresh_run):
+    """Otherwise a train.py that logs one in 16 had 16 times the overtime."""
+    for step in (16, 32, 48):
+        log(step, torch.tensor(3.0))
+    assert fresh_run.steps == 48
+    assert type(fresh_run.smooth_loss) is float
 
 
 @pytest.mark.parametrize(("seconds", "flagged"), [(299.0, False), (301.0, True)])
@@ -310,6 +318,14 @@ def test_a_link_does_not_hide_the_rows(cache, fresh_run, tmp_path):
     (tmp_path / "elsewhere").symlink_to(prepare.ROOT / prepare.VAL_ROWS)
     (tmp_path / "elsewhere").read_bytes()
     assert fresh_run.opened == [os.path.realpath(prepare.ROOT / prepare.VAL_ROWS)]
+
+
+def test_the_rulers_own_readers_are_no_door(cache, fresh_run):
+    prepare.begin_run()
+    next(iter(prepare.TrainDocuments()))
+    assert len(fresh_run.opened) == 2  # tokens and offsets
+    next(prepare.read_tokens(prepare.ROOT / "val" / "tokens.u16"))
+    assert len(fresh_run.opened) == 4
 
 
 def test_an_honest_run_opens_nothing(cache, fresh_run, whole, runs, tmp_path):
@@ -543,7 +559,10 @@ def test_a_run_that_diverged_ends_at_once(clock, capsys, loss):
     with pytest.raises(SystemExit) as stop:
         log(7, loss)
     assert stop.value.code == 4
-    assert capsys.readouterr().out == f"\nFAIL: training diverged, loss {loss:g} at step 7\n"
+    assert (
+        capsys.readouterr().out
+        == f"\nFAIL: training diverged, loss {loss:g} nats per token at step 7\n"
+    )
 
 
 def test_a_step_on_batches_of_ones_own_is_no_crash(cache, fresh_run, whole, capsys):

@@ -41,7 +41,6 @@ WITHOUT_DOCSTRING = {
     "main",
     "own_corpus",
     "parse_arguments",
-    "serve_batches",
     "sha256",
     "wait_for_device",
 }
