@@ -329,6 +329,23 @@ def fa3_stand_in():
     return SimpleNamespace(flash_attn_func=flash_attn_func)
 
 
+def check_varlen():
+    """torch's fake of its flash attention takes more than the kernel does."""
+    import torch
+    from torch.nn.attention import varlen
+
+    attention = varlen.varlen_attn
+
+    def checked(q, k, v, ends_q, ends_k, max_q, max_k, **options):
+        for ends in (ends_q, ends_k):
+            assert ends.dtype == torch.int32, f"ends of rows are int32, not {ends.dtype}"
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+        assert q.shape[1] % k.shape[1] == 0 and k.shape == v.shape
+        return attention(q, k, v, ends_q, ends_k, max_q, max_k, **options)
+
+    varlen.varlen_attn = checked
+
+
 # ---- What a card is asked ----
 class Meter:
     """Sums the live memory on the card, in the allocator's blocks of 512 bytes, and counts what is
@@ -414,6 +431,7 @@ def examine(args):
         if not hasattr(train, name):
             raise SystemExit(f"error: train.py has no knob {name}; a setting is KNOB=value.")
         setattr(train, name, ast.literal_eval(value))
+    check_varlen()
     train.hub_kernel = lambda *arguments, **options: (fa3_stand_in(), "stand-in")
     config = train.derive_config(prepare.VOCAB_SIZE)
     device = torch.device("cuda")
