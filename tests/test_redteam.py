@@ -1,7 +1,7 @@
 """Edits of train.py that are mistaken or out to fool the ruler, each in a real run: what it must
 end with.
 
-    uv run pytest -m redteam
+    uv run pytest -m redteam -s      # prints a table: edit, exit code, score, integrity
 
 A further edit is one more entry of EDITS.
 """
@@ -226,7 +226,7 @@ EDITS = {
     "a loader of its own": Edit(
         [(LOADER, f"    batches = {RANDOM_BATCHES}\n")],
         3,
-        "FAIL loader: make_dataloader never served a batch",
+        "FAIL loader: make_dataloader never served a batch in this process",
     ),
     "the validation split": Edit(
         [(LOADER, LOADER.replace(")", ', split="val")'))],
@@ -436,6 +436,7 @@ def test_an_edited_run_ends_as_it_must(name, cache, honest, tmp_path):
     done = run(edit, tmp_path, cache)
     block = parse_block(done.stdout)
     told = block.get("integrity") or done.output.strip().splitlines()[-1]
+    print(f"| {name} | {done.returncode} | {block.get('val_bpb', '')} | {told} |")
     assert done.returncode == edit.code, done.output
     assert re.fullmatch(edit.says, told), told
     scores = [record["val_bpb"] for record in done.records]
