@@ -338,7 +338,9 @@ def test_indivisible_batch(outcomes):
 def test_nan_fails_fast(outcomes):
     done = outcomes("nan")
     assert done.returncode == 4 and not done.records
-    assert re.search(r"^FAIL: training diverged, loss nan nats per token at step \d$", done.stdout, re.M)
+    assert re.search(
+        r"^FAIL: training diverged, loss nan nats per token at step \d$", done.stdout, re.M
+    )
     assert "---" not in done.output and "Traceback" not in done.output
 
 
