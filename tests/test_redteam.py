@@ -10,13 +10,12 @@ import os
 import py_compile
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.common import edited, train
 from tests.test_report import parse_block
-from tests.test_run import EMBED, EVALUATE, TRAIN, before
+from tests.test_run import EMBED, EVALUATE, TRAIN, before, commit
 
 import pytest
 
@@ -473,9 +472,7 @@ def test_rows_swapped_and_put_back_leave_another_data(cache, honest_record, tmp_
 
 def test_a_module_that_git_does_not_know_makes_the_commit_dirty(cache, tmp_path):
     script = edited(tmp_path / "code", [("import gc\n", "import gc\nimport mymodel\n")])
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *command], cwd=script.parent, check=True)
+    commit(script.parent)
     (script.parent / "mymodel.py").write_text("")
     [record] = train(script, 2, AUTORESEARCH_RUNS=tmp_path / "runs").records
     assert record["commit"].endswith("+dirty")

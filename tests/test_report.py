@@ -80,6 +80,23 @@ def test_what_git_does_not_track_is_dirty(tmp_path, monkeypatch):
     assert prepare.current_commit() == f"{commit}+dirty"
 
 
+@pytest.mark.parametrize("chosen", [None, "expandable_segments:False"])
+def test_memory_on_a_gpu_is_in_segments_that_can_grow(cache, fresh_run, monkeypatch, chosen):
+    """Before torch makes its first tensor there; a user's own choice stays."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    seen = []
+
+    def training_device():
+        seen.append(os.environ["PYTORCH_ALLOC_CONF"])
+        return torch.device("cpu")
+
+    monkeypatch.setattr(prepare, "training_device", training_device)
+    prepare.begin_run()
+    assert seen == [chosen or "expandable_segments:True"]
+
+
 # ---- A GPU that others use ----
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
