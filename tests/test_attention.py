@@ -8,7 +8,6 @@ from tests.tiny import build, set_knobs, tiny, tokens
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -27,10 +26,6 @@ def masked_softmax(q, k, v, window):
     return out
 
 
-def blocks_of_4(q, k, v, window):
-    return train.by_blocks(q, k, v, window, F.scaled_dot_product_attention, 4)
-
-
 def load_with_blocks_of_4(monkeypatch):
     set_knobs(monkeypatch, CPU_QUERY_BLOCK=4)
     return train.load_blocks()
@@ -39,7 +34,6 @@ def load_with_blocks_of_4(monkeypatch):
 BACKENDS = {
     "reference": lambda monkeypatch: train.reference_attention,
     "sdpa": lambda monkeypatch: train.load_sdpa(),
-    "sdpa by blocks": lambda monkeypatch: blocks_of_4,
     "blocks": lambda monkeypatch: train.load_blocks(),
     "small blocks": load_with_blocks_of_4,
 }
@@ -73,17 +67,25 @@ def test_long_rows_go_by_blocks(monkeypatch, name, window):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_leave_out_the_keys_that_no_query_sees():
-    """A window of 6 and blocks of 4 queries: 10 keys at most, never all 20."""
-    sizes = []
-
-    def attend(q, k, v, mask):
-        sizes.append((q.shape[2], k.shape[2], v.shape[2]))
-        assert mask.shape == (q.shape[2], k.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    train.by_blocks(*torch.randn(3, 1, 20, 2, 8), 6, attend, 4)
-    assert sizes == [(4, 4, 4), (4, 8, 8), (4, 10, 10), (4, 10, 10), (4, 10, 10)]
+@pytest.mark.parametrize(
+    ("window", "size", "blocks", "queries", "keys"),
+    [
+        (6, 4, 5, 4, 12),  # a query at the begin of its block reaches into two before it
+        (4, 4, 5, 4, 8),
+        (0, 4, 5, 4, 4),
+        (6, 7, 4, 5, 15),  # 7 does not divide 20
+        (12, 4, 5, 4, 16),
+        (13, 4, 1, 20, 20),
+        (100, 4, 1, 20, 20),
+    ],
+)
+def test_blocks_leave_out_most_keys_that_no_query_sees(window, size, blocks, queries, keys):
+    q, k, v, hidden = train.by_blocks(*torch.randn(3, 2, 20, 3, 8), window, size)
+    assert q.shape == (2, blocks, 3, queries, 8)
+    assert k.shape == v.shape == (2, blocks, 3, keys, 8)
+    assert hidden.shape == (blocks, 1, queries, keys)
+    seen = [min(i, window) + 1 for i in range(20)]
+    assert (~hidden).sum(-1).flatten().tolist() == seen
 
 
 @pytest.mark.parametrize("name", BACKENDS)
