@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import inspect
 import io
 import itertools
 import json
@@ -298,8 +299,9 @@ def sha256(path):
 def load_manifest():
     """What was prepared: `settings`; the `choice` of corpus on the command line; `corpus`, and
     `files` made from it, {path below ROOT: [bytes, sha256]}, `files` empty while unfinished;
-    `tokens`, {shard: its token file}."""
-    manifest = {"settings": {}, "choice": {}, "corpus": {}, "files": {}, "tokens": {}}
+    `tokens`, {shard: its token file}; `rulers`, the hash of each prepare.py that made or found it
+    like this."""
+    manifest = dict(settings={}, choice={}, corpus={}, files={}, tokens={}, rulers=[])
     # An unreadable manifest counts as none.
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         manifest |= json.loads((ROOT / "manifest.json").read_text())
@@ -327,7 +329,7 @@ def decides_score(name):
 def check_cache():
     """Returns the manifest. Ends the process if the cache is not complete, or of another ruler."""
     manifest = load_manifest()
-    if not manifest["files"] or manifest["settings"]["prepare"] != sha256(__file__):
+    if not manifest["files"] or sha256(__file__) not in manifest["rulers"]:
         problem = f"{ROOT} is not prepared by this prepare.py"
     else:
         damaged = find_damaged(manifest["files"])
@@ -497,7 +499,7 @@ def begin_run():
     manifest = check_cache()
     script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook or python -c
     _run.train_sha256 = sha256(script) if script else "none"
-    _run.prepare_sha256 = manifest["settings"]["prepare"]
+    _run.prepare_sha256 = sha256(__file__)
     _run.commit = current_commit()
     # Before the first tensor: otherwise a batch size that just fits may fail later.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -1061,7 +1063,12 @@ def save_manifest(settings, choice, corpus=(), files=(), tokens=None):
         "corpus": fingerprints(corpus),
         "files": fingerprints(files),
         "tokens": tokens or {},
+        "rulers": [sha256(__file__)],
     }
+    return write_manifest(manifest)
+
+
+def write_manifest(manifest):
     with replacing(ROOT / "manifest.json") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     return manifest
@@ -1370,6 +1377,37 @@ def write_rows(flat):
 CHOICE = ("corpus", "data_dir", "num_shards")  # options that say which corpus; they are remembered
 
 
+def recipe():
+    """All that what is derived from a corpus depends on, besides the corpus: if it changes, all is
+    made again. A change of anything else in this file costs no second preparation."""
+    makers = (
+        Tokenizer,
+        read_tokens,
+        pack_rows,
+        read_shard,
+        python_sources,
+        is_held_out,
+        cut_at_lines,
+        python_corpus,
+        tokenizer_texts,
+        train_tokenizer,
+        write_tokens,
+        write_all_tokens,
+        write_rows,
+    )
+    code = "".join(inspect.getsource(maker) for maker in makers)
+    return {
+        "code": hashlib.sha256(code.encode()).hexdigest(),
+        "libraries": {name: importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")},
+        "split_pattern": SPLIT,
+        "special_tokens": SPECIAL_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "tokenizer_chars": [TOKENIZER_DOC_CHARS, TOKENIZER_CHARS],
+        "rows": [EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS],
+        "python": [PYTHON_PIECE, PYTHON_HELD_OUT, PYTHON_SHARDS, sorted(SKIPPED_FOLDERS)],
+    }
+
+
 def derived_files():
     """All that is made from a corpus or is the embedded one, whatever the manifest says."""
     patterns = (
@@ -1400,11 +1438,7 @@ def prepare(args):
     """Deletes what no longer fits the settings, then makes what is missing."""
     manifest = load_manifest()
     corpus = choose_corpus(args)
-    settings = corpus.settings | {
-        "prepare": sha256(__file__),
-        "vocab_size": VOCAB_SIZE,
-        "split_pattern": SPLIT,
-    }
+    settings = corpus.settings | recipe()
     choice = {key: vars(args)[key] for key in CHOICE}
     stale = find_stale(manifest, settings)
     if stale or not manifest["files"] or choice != manifest["choice"]:
@@ -1413,6 +1447,9 @@ def prepare(args):
         for path in stale:
             path.unlink(missing_ok=True)
         manifest = build(corpus, settings, choice)
+    elif sha256(__file__) not in manifest["rulers"]:
+        manifest["rulers"].append(sha256(__file__))
+        write_manifest(manifest)
     shards = len(manifest["corpus"])
     rows = count_rows(manifest["files"])
     print(
@@ -1457,7 +1494,7 @@ def verify():
         stop(f"{ROOT} is not prepared; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
     recorded = manifest["corpus"] | manifest["files"]
     found = []
-    if manifest["settings"]["prepare"] != sha256(__file__):
+    if sha256(__file__) not in manifest["rulers"]:
         found.append("prepare.py is not the one that made this cache; restore it or prepare again")
     changed = git("status", "--porcelain", "prepare.py")  # None: git cannot tell
     if changed:

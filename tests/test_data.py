@@ -1,5 +1,6 @@
 """Settings, tokenizer, token cache, packing, corpora, preparation."""
 
+import inspect
 import itertools
 import json
 import runpy
@@ -348,6 +349,68 @@ def test_changed_settings_redo_every_stage(own_cache, corpus, tmp_path):
     assert {"tokenizer/tokenizer.tiktoken", "tokens/shard_00000.bin", "val/rows.u16"} <= changed
     with pytest.raises(SystemExit):  # and what another prepare.py made is not trained on
         prepare.check_cache()
+
+
+def test_another_version_of_this_file_redoes_what_it_makes_differently(own_cache, corpus, tmp_path):
+    source = (ROOT / "prepare.py").read_text()
+    script = tmp_path / "prepare.py"
+
+    def prepare_by(old, new):
+        assert old in source
+        script.write_text(source.replace(old, new))
+        done = run_script(script, "--data-dir", corpus)
+        assert done.returncode == 0, done.output
+        return [time for path, time in times(own_cache).items() if path.name != "manifest.json"]
+
+    before = prepare_by("", "")
+    same = prepare_by("PROBE_MEAN = 1e-3", "PROBE_MEAN = 2e-3")
+    assert same == before
+    prepare.check_cache()  # both versions can use it
+    assert len(prepared(own_cache)["rulers"]) == 2
+    packed_otherwise = prepare_by(
+        "bisect_left(order, (space + 1,))", "bisect_left(order, (space,))"
+    )
+    assert not set(packed_otherwise) & set(before)
+    with pytest.raises(SystemExit):
+        prepare.check_cache()
+
+
+PLUMBING = {  # what a preparation calls without an influence on what is made
+    *(
+        "parse_arguments",
+        "load_manifest",
+        "main",
+        "prepare",
+        "choose_corpus",
+        "own_corpus",
+        "build",
+    ),
+    *("recipe", "find_stale", "find_damaged", "decides_score", "derived_files", "sha256"),
+    *("check_shards", "is_text", "save_manifest", "write_manifest", "fingerprints", "replacing"),
+    *("count_rows", "ignore_interrupts", "environment_number", "by_profile"),
+}
+
+
+def test_the_recipe_names_all_code_that_makes_a_file(own_cache, corpus, run_prepare, monkeypatch):
+    called = {}
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename == prepare.__file__:
+            called[code.co_qualname.split(".")[0]] = code
+
+    for path in prepare.derived_files():
+        path.unlink()
+    sys.setprofile(note)
+    try:
+        run_prepare("--data-dir", corpus)
+        prepare.python_corpus()
+    finally:
+        sys.setprofile(None)
+    recipe = inspect.getsource(prepare.recipe)
+    makers = set(called) - PLUMBING
+    assert "write_rows" in makers and "cut_at_lines" in makers
+    assert [name for name in sorted(makers) if f" {name},\n" not in recipe] == []
 
 
 def test_another_corpus_replaces_the_first(own_cache, tmp_path, run_prepare):

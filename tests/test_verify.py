@@ -69,7 +69,7 @@ def test_an_edited_ruler_is_found_even_where_it_prepared_the_cache(verify, check
     with open(checkout / "prepare.py", "a") as file:
         file.write("# a word\n")
     manifest = prepare.load_manifest()
-    manifest["settings"]["prepare"] = prepare.sha256(checkout / "prepare.py")
+    manifest["rulers"] = [prepare.sha256(checkout / "prepare.py")]
     (prepare.ROOT / "manifest.json").write_text(json.dumps(manifest))
     code, out, _ = verify()
     assert code == 3 and out == "prepare.py differs from the commit; `git restore prepare.py`\n"
