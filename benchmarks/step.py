@@ -3,7 +3,8 @@ What a training step costs with all levers, without each, and without any.
 
     uv run benchmarks/step.py                                    # train.py's own settings
     uv run benchmarks/step.py --set DEPTH=6 TOTAL_BATCH_SIZE=8192
-    uv run benchmarks/step.py --variants "as shipped" "with memory kept" --rounds 7
+    uv run benchmarks/step.py --variants "as shipped" "without memory kept" --rounds 7
+    uv run benchmarks/step.py --profile                          # where the time of a step goes
     uv run benchmarks/step.py --memory-gb 8 12 16 24             # on a GPU: how many rows fit
     uv run benchmarks/step.py --run plain "as shipped"           # whole runs: what that is worth
 
@@ -14,12 +15,14 @@ A value after --set is a Python literal.
 
 import argparse
 import ast
-import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -39,24 +42,17 @@ VARIANTS = {  # name: the levers it has
     "plain, but compiled": {"compile"},
     "plain, but bf16": {"bf16"},
     "plain, but attention chosen": {"attention"},
-    "without compile": {"bf16", "attention"},
-    "without bf16": {"compile", "attention"},
-    "without attention chosen": {"compile", "bf16"},  # scaled_dot_product_attention instead
-    "as shipped": {"compile", "bf16", "attention"},
-    "with memory kept": {"compile", "bf16", "attention", "memory kept"},
+    "plain, but memory kept": {"memory kept"},
+    "without compile": {"bf16", "attention", "memory kept"},
+    "without bf16": {"compile", "attention", "memory kept"},
+    # scaled_dot_product_attention instead
+    "without attention chosen": {"compile", "bf16", "memory kept"},
+    "without memory kept": {"compile", "bf16", "attention"},  # on a CPU
+    "as shipped": {"compile", "bf16", "attention", "memory kept"},
 }
 
 
 # ---- Levers ----
-def keep_memory():
-    """Has glibc give no freed memory back to the system, whose pages would be zeroed anew."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing is allocated as a mapping of its own
-    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap is never cut
-
-
 def setting_of(levers):
     """The setting of train.py's knobs by which a variant goes without levers."""
     setting = []
@@ -73,9 +69,9 @@ def edits_of(levers):
     if "bf16" not in levers:
         chosen = 'dtype, why = torch.float32, "chosen by the benchmark"'
         edits["dtype, why = choose_dtype(device)"] = chosen
-    if "memory kept" in levers:
+    if "memory kept" not in levers:
         first = "def run():\n"
-        edits[first] = f"{inspect.getsource(keep_memory)}\n\n{first}    keep_memory()\n"
+        edits[first] = f"{first}    import prepare\n    prepare.keep_memory = lambda: None\n"
     return edits
 
 
@@ -91,10 +87,21 @@ def set_knobs(train, setting):
 
 
 # ---- One variant, in this process ----
-def measure(levers, setting, steps, memory_gb=None):
-    """A dictionary of seconds and of what was measured."""
-    if "memory kept" in levers:
-        keep_memory()
+@dataclass
+class Subject:
+    """What a run has when its training begins."""
+
+    train: object  # the module
+    device: object
+    model: object
+    compiled_model: object
+    optimizer: object
+    attention: str
+    rows: int
+    micro_batches: int
+
+
+def build(levers, setting, memory_gb=None):
     import prepare
     import train
 
@@ -106,6 +113,8 @@ def measure(levers, setting, steps, memory_gb=None):
     set_knobs(train, [*setting_of(levers), *setting])
     train.check_knobs()
     device = prepare.training_device()
+    if "memory kept" in levers and device.type == "cpu":
+        prepare.keep_memory()
     if memory_gb:
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gb / total))
@@ -116,28 +125,57 @@ def measure(levers, setting, steps, memory_gb=None):
     attention, attend = train.choose_attention(device, dtype, config)
     model = train.GPT(config, attend).to(device)
     compiled_model, optimizer, rows = train.warm_up(model, dtype)
-    micro_batches = train.accumulation_steps(rows)
+    return Subject(
+        train=train,
+        device=device,
+        model=model,
+        compiled_model=compiled_model,
+        optimizer=optimizer,
+        attention=attention,
+        rows=rows,
+        micro_batches=train.accumulation_steps(rows),
+    )
+
+
+def random_batches(subject):
+    import torch
+
+    train = subject.train
+    shape = (2, subject.rows, train.MAX_SEQ_LEN)
+    inputs, targets = torch.randint(subject.model.config.vocab_size, shape, device=subject.device)
+    while True:
+        yield inputs, targets, 0
+
+
+def measure(levers, setting, steps, memory_gb=None):
+    """A dictionary of seconds and of what was measured."""
+    import prepare
+
+    import torch
+
+    subject = build(levers, setting, memory_gb)
+    train = subject.train
+    device = subject.device
+    inputs, targets, _ = next(random_batches(subject))
 
     def now():
         if device.type == "cuda":
             torch.cuda.synchronize()
         return perf_counter()
 
-    shape = (2, rows, train.MAX_SEQ_LEN)
-    inputs, targets = torch.randint(config.vocab_size, shape, device=device)
     times = {"forward": [], "backward": [], "update": [], "step": []}
     for _ in range(steps):
         forward = 0.0
         backward = 0.0
-        for _ in range(micro_batches):
+        for _ in range(subject.micro_batches):
             begun = now()
-            loss = compiled_model(inputs, targets) / micro_batches
+            loss = subject.compiled_model(inputs, targets) / subject.micro_batches
             middle = now()
             loss.backward()
             forward += middle - begun
             backward += now() - middle
         begun = now()
-        optimizer.step()
+        subject.optimizer.step()
         update = now() - begun
         times["forward"].append(forward)
         times["backward"].append(backward)
@@ -152,15 +190,15 @@ def measure(levers, setting, steps, memory_gb=None):
     return {
         "seconds": seconds,
         "tokens_per_second": tokens_per_second,
-        "mfu": 100 * model.flops_per_token() * tokens_per_second / peak if peak else None,
+        "mfu": 100 * subject.model.flops_per_token() * tokens_per_second / peak if peak else None,
         "allocated": allocated,
         "reserved": reserved,
-        "attention": attention,
+        "attention": subject.attention,
         "device": name,
         "depth": train.DEPTH,
-        "width": config.n_embd,
+        "width": subject.model.config.n_embd,
         "tokens": train.TOTAL_BATCH_SIZE,
-        "rows": rows,
+        "rows": subject.rows,
     }
 
 
@@ -269,6 +307,120 @@ def print_runs(args):
         )
 
 
+# ---- Where the time goes ----
+# Names of kernels and operators, of CPU and GPU. In the two passes every batched product is one of
+# attention, and a softmax is too unless it is the loss's log_softmax.
+ATTENTION = re.compile("(?<!log)_softmax|bmm|flash|fmha")
+PRODUCT = re.compile("mm$|gemm|nvjet|cutlass|xmma")
+NO_KERNEL = re.compile("^## Call|Torch-Compiled|CompiledFunction|TorchDynamo|AOTDispatcher|^cuda")
+
+
+def measured_peak(device, dtype):
+    """FLOP/s of a large matrix product, here and now."""
+    import torch
+
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(9):
+        begun = perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(perf_counter() - begun)
+    return 2 * size**3 / median(seconds)
+
+
+def where_time_goes(subject, steps):
+    """{part of a step: milliseconds}, while the profiler looks on, which itself takes some."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = subject.device.type == "cuda"
+    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    found = defaultdict(float)
+    batches = random_batches(subject)
+
+    def two_passes():
+        for _ in range(subject.micro_batches):
+            inputs, targets, _ = next(batches)
+            subject.compiled_model(inputs, targets).backward()
+
+    def profiled(function, name_of_part):
+        with profile(activities=activities) as profiler:
+            begun = perf_counter()
+            function()
+            if on_gpu:
+                torch.cuda.synchronize()
+            rest = 1000 * (perf_counter() - begun)
+        for event in profiler.key_averages():
+            if not NO_KERNEL.search(event.key):
+                time = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+                found[name_of_part(event.key)] += time / 1000 / steps
+                rest -= time / 1000
+        found["no kernel: Python, launching"] += rest / steps
+
+    def part_of_passes(name):
+        if ATTENTION.search(name):
+            return "attention"
+        return "products" if PRODUCT.search(name) else "other kernels: element-wise, norms, loss"
+
+    def part_of_update(name):
+        return "update: products" if PRODUCT.search(name) else "update: other kernels"
+
+    for _ in range(steps):
+        profiled(two_passes, part_of_passes)
+        profiled(subject.optimizer.step, part_of_update)
+    return found
+
+
+def loader_milliseconds(subject):
+    """Of the batches of a step, from the prepared text."""
+    import prepare
+
+    tokenizer = prepare.Tokenizer.from_directory()
+    batches = prepare.make_dataloader(tokenizer, subject.rows, prepare.MAX_SEQ_LEN)
+    seconds = []
+    for _ in range(50):
+        begun = perf_counter()
+        next(batches)
+        seconds.append(perf_counter() - begun)
+    return 1000 * subject.micro_batches * median(seconds)
+
+
+def print_profile(args):
+    # Names the kernels of a CPU; they are compiled anew for it.
+    os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
+    import torch
+
+    subject = build(VARIANTS["as shipped"], args.set)
+    batches = random_batches(subject)
+    seconds = []
+    for _ in range(args.steps):
+        begun = perf_counter()
+        subject.train.train_step(
+            subject.compiled_model, subject.optimizer, batches, subject.micro_batches
+        )
+        if subject.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(perf_counter() - begun)
+    speed = subject.train.TOTAL_BATCH_SIZE / median(seconds)
+    dtype, _ = subject.train.choose_dtype(subject.device)
+    peak = measured_peak(subject.device, dtype)
+    parts = where_time_goes(subject, args.steps)
+    parts["loader"] = loader_milliseconds(subject)
+    whole = sum(parts.values())
+    print_header("part of a step", "ms", "ratio")
+    for name, milliseconds in sorted(parts.items(), key=lambda part: -part[1]):
+        print_row(name, f"{milliseconds:.1f}", f"{milliseconds / whole:.3f}")
+    used = subject.model.flops_per_token() * speed
+    print(
+        f"\nwithout the profiler {1000 * median(seconds):.0f} ms per step, {speed:.0f} tokens/s: "
+        f"{used / 1e9:.0f} GFLOP/s by the model's count, {used / peak:.3f} of what a large product "
+        f"of {str(dtype).removeprefix('torch.')} does here, {peak / 1e9:.0f} GFLOP/s"
+    )
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
@@ -276,6 +428,7 @@ def parse_arguments():
     parser.add_argument("--rounds", type=int, default=1, help="processes per variant (1)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--memory-gb", type=float, nargs="+", help="limits of GPU memory")
+    parser.add_argument("--profile", action="store_true", help="where the time of a step goes")
     parser.add_argument("--run", nargs="+", choices=VARIANTS, help="whole runs of these")
     parser.add_argument("--seconds", type=float, default=300, help="budget of a whole run (300)")
     parser.add_argument("--variant", choices=VARIANTS, help="measure one here and print JSON")
@@ -287,6 +440,8 @@ def main():
     if args.variant:
         limit = args.memory_gb[0] if args.memory_gb else None
         print(json.dumps(measure(VARIANTS[args.variant], args.set, args.steps, limit)))
+    elif args.profile:
+        print_profile(args)
     elif args.memory_gb:
         print_memory(args)
     elif args.run:

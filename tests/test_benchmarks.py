@@ -117,10 +117,15 @@ def test_attention_shows_the_error_of_a_wrong_window(call, monkeypatch):
     assert float(table["halved"][-1]) > train.ATTENTION_TOLERANCE
 
 
+def put_back_afterwards(monkeypatch):
+    for name in ("COMPILE", "ATTENTION", *TINY):
+        monkeypatch.setattr(train, name, getattr(train, name))
+    monkeypatch.setattr(prepare, "keep_memory", lambda: None)  # nothing undoes that
+
+
 @pytest.mark.parametrize("variant", ["plain", "as shipped"])
 def test_step(variant, cache, fresh_run, monkeypatch):
-    for name in ("COMPILE", "ATTENTION", *TINY):
-        monkeypatch.setattr(train, name, getattr(train, name))  # put back afterwards
+    put_back_afterwards(monkeypatch)
     levers = step.VARIANTS[variant] - {"compile"}
     found = step.measure(levers, SETTING, steps=2)
     seconds = found["seconds"]
@@ -131,6 +136,17 @@ def test_step(variant, cache, fresh_run, monkeypatch):
     assert found["attention"] == ("sdpa" if variant == "plain" else "blocks")
 
 
+def test_where_the_time_of_a_step_goes(call, cache, fresh_run, monkeypatch):
+    put_back_afterwards(monkeypatch)
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE", "")
+    rows, out = call(step, "--profile", "--steps", "2", "--set", "COMPILE=False", *SETTING)
+    del rows["part of a step"]
+    for name in ("products", "attention", "update: products", "loader"):
+        assert 0 < float(rows[name][1]) < 1
+    assert sum(float(share) for _, share in rows.values()) == pytest.approx(1, abs=0.01)
+    assert re.search(r"[0-9]+ tokens/s: [0-9]+ GFLOP/s by the model's count, 0\.[0-9]+ of", out)
+
+
 @pytest.mark.parametrize("variant", step.VARIANTS)
 def test_every_variant_can_be_a_whole_run(variant, tmp_path):
     levers = step.VARIANTS[variant]
@@ -139,7 +155,7 @@ def test_every_variant_can_be_a_whole_run(variant, tmp_path):
     compile(source, "train.py", "exec")
     assert bool(re.search("^COMPILE *= False", source, re.M)) == ("compile" not in levers)
     assert ("dtype, why = choose_dtype(" in source) == ("bf16" in levers)
-    assert ("def run():\n    keep_memory()\n" in source) == ("memory kept" in levers)
+    assert ("prepare.keep_memory = lambda: None" in source) == ("memory kept" not in levers)
     assert (source == (ROOT / "train.py").read_text()) == (variant == "as shipped")
 
 
