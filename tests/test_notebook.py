@@ -66,6 +66,9 @@ print("PROBE" + json.dumps({
     "below": gains.noise.tolist(),
     "complaints": complaints,
     "pace": float(pace),
+    "incumbents": incumbents,
+    "claims": claims,
+    "curves": curve_lines,
     "descriptions": log.description.tolist(),
     "scores": log.val_bpb.tolist(),
     "unbacked": unbacked.commit.tolist(),
@@ -368,11 +371,54 @@ LOGS = {
             ],
         },
     ),
+    "undone": (
+        NORMAL
+        + row("1111111", "0.989600", "keep", "undo to e400000")
+        + row("2222222", "0.989000", "keep", "narrower")
+        + row("3333333", "0.988000", "discard", "deeper"),
+        {
+            "experiments": 8,
+            "counts": {"keep": 4, "discard": 2, "crash": 1, "invalid": 1},
+            "gains": [0.011, 0.0046, 0.0006, 0.0004],
+            "running": [1.001] * 4 + [0.99] * 3 + [0.9896] * 2 + [0.985, 0.9896] + [0.989] * 2,
+            "best": 0.989,
+            "title": "8 experiments, 4 kept: 1.0010 to 0.9890 bits per byte",
+        },
+    ),
+    "undone at once": (
+        HEADER + BASELINE + row("1111111", "1.0010", "keep", "Undo to ba5e000"),
+        {"experiments": 0, "gains": [], "running": [1.001] * 5, "best": 1.001},
+    ),
+    "claimed": (
+        NORMAL,
+        KNOWN
+        | {
+            "incumbents": [["e400000", "0.989700"], ["a600000", "0.9862"]],
+            "claims": [[0.0181, 0.0012], [0.0210, 0.0009]],
+            "title": "6 experiments, 3 kept: 1.0010 to 0.9850 bits per byte, "
+            "0.0210 ± 0.0009 at fresh seeds",
+        },
+    ),
+    "claimed by nonsense": (NORMAL, KNOWN | {"incumbents": [], "claims": []}),
     "20": (many(20), {"experiments": 20}),
     "40 keeps": (many(200, keeps=40), {"experiments": 200}),
     "100 keeps": (many(300, keeps=100), {"experiments": 300}),
     "120": (many(120), {"experiments": 120}),
     "1000": (many(1000), {"experiments": 1000}),
+}
+
+
+JOURNALS = {  # beside the log of that name
+    "claimed": b"""# Journal of autoresearch/nov22
+sigma: 0.0010
+incumbent: e400000 0.989700 weight 1
+claim: a600000 seed 200 0.9861
+claim: gain 0.0181 +- 0.0012
+incumbent: a600000 0.9862 weight 2
+ claim: gain 5.0 +- 1.0, said a log
+claim: gain 0.0210 +- 0.0009
+""",
+    "claimed by nonsense": b"claim: gain \xff +- 1\nclaim: gain .. +- 0.1\nincumbent:\n",
 }
 
 
@@ -398,6 +444,7 @@ def write_runs(folder):
             "num_steps": 100 + i,
             "tokens_per_second": 1e6,
             "integrity": "ok",
+            "curve": [5.0, 4.0, 3.5] if i % 2 else None,
         }
         name = f"{when:%Y%m%dT%H%M%S}_{commit}_42_{i}.json"
         (folder / name).write_text(json.dumps(record))
@@ -466,6 +513,8 @@ def found(kernel, tmp_path_factory):
             text = text.encode()
         if text is not None:
             (folder / "results.tsv").write_bytes(text)
+        if name in JOURNALS:
+            (folder / "journal.md").write_bytes(JOURNALS[name])
         runs = root / ("runs" if name == "normal" else "no runs")
         cells.append(
             f"os.environ['AUTORESEARCH_RUNS'] = {str(runs)!r}\n"
@@ -599,6 +648,16 @@ def test_pace_and_steps(found):
     assert result["steps"] == pytest.approx([101.5] * 4 + [104.5, 106, 107.5])
 
 
+def test_curves_of_the_baseline_and_of_keeps(found):
+    curve = [5.0, 4.0, 3.5]
+    assert found["normal"][0]["curves"] == {
+        "baseline": [curve] * 2,
+        "kept": [curve] * 2,
+        "kept last": [],
+    }
+    assert found["no keeps"][0]["curves"] == {"baseline": [], "kept": [], "kept last": []}
+
+
 def test_the_committed_notebook_as_it_is(kernel, tmp_path):
     """It runs as it is and shows its figures. What a log says is text, in tables too."""
     (tmp_path / "results.tsv").write_text(NORMAL)
@@ -612,7 +671,7 @@ def test_the_committed_notebook_as_it_is(kernel, tmp_path):
     assert "4.0 experiments per hour" in printed
     assert not [part for part in outputs if part.get("name") == "stderr"]
     shown = [part.data for part in outputs if "data" in part]
-    assert sum("image/png" in data for data in shown) == 2
+    assert sum("image/png" in data for data in shown) == 3
     tables = "".join(data.get("text/html", "") for data in shown)
     assert "&lt;b&gt;longer" in tables
     assert "<b>longer" not in tables
