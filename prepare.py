@@ -8,9 +8,9 @@ it during a night of research.
     uv run prepare.py --verify         check the cache by hashing it and tokenising samples again
     uv run prepare.py --rerun COMMIT   train a commit again, where nothing of earlier runs can help
 
-Two profiles set the sizes: `full` if there is an NVIDIA GPU, else `small`. Part 1 is what a run
-uses, part 2 makes the cache. Importing this file does nothing; torch, which takes seconds, is
-imported where it is needed.
+Three profiles set the sizes: `full` for a GPU, `medium` for a consumer's card, `small` for anything
+else. Part 1 is what a run uses, part 2 makes the cache. Importing this file does nothing; torch,
+which takes seconds, is imported where it is needed.
 Exit codes, here and in train.py: 0 good, 1 a bug, 2 set-up or usage, 3 integrity, 4 diverged,
 5 out of memory, 130 and 143 interrupted.
 """
@@ -65,9 +65,9 @@ def stop(sentence, code=2):
     raise SystemExit(code)
 
 
-def by_profile(*, full, small):
+def by_profile(*, full, medium, small):
     """The value for the profile in force."""
-    return {"full": full, "small": small}[PROFILE]
+    return {"full": full, "medium": medium, "small": small}[PROFILE]
 
 
 def environment_number(name, default, kind, low, high):
@@ -96,17 +96,54 @@ def gpu_present():
     return any(os.path.exists(path) for path in driver) and not hidden
 
 
+NVIDIA_CARDS = "/proc/driver/nvidia/gpus"  # a folder per card; not there in WSL
+# By their names: cards of 8 to 32 GB that do about 20 to 200 TFLOP/s, and those of 40 GB and more
+# that have names of the same kind.
+MEDIUM_CARD = re.compile(r"GeForce|TITAN|RTX|Quadro|\b(T4G?|T\d{3,4}|L4|A2|A10G?|A16)\b")
+LARGE_CARD = re.compile(r"RTX (A6000|6000 Ada|5880 Ada|8000|PRO [56]000)(?!.*Laptop)")
+
+
+def card_names():
+    """Names of the NVIDIA cards that a run may get, as the driver's files have them."""
+    cards = []
+    for path in sorted(Path(NVIDIA_CARDS).glob("*/information")):
+        with contextlib.suppress(OSError):
+            text = path.read_text(errors="replace")
+            cards.append(dict(re.findall(r"^(.+?):[ \t]*(.*?)[ \t]*$", text, re.M)))
+    # A card that is chosen by its number is not known here: drivers number them by speed.
+    chosen = tuple(re.findall(r"GPU-[-\w]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")))
+    if chosen:
+        cards = [card for card in cards if card.get("GPU UUID", "").startswith(chosen)]
+    return [card.get("Model", "") for card in cards]
+
+
+def choose_profile():
+    """(profile, why), from the environment or the driver's files; no process is started."""
+    chosen = os.environ.get("AUTORESEARCH_PROFILE")
+    if chosen:
+        return chosen, "as AUTORESEARCH_PROFILE says"
+    if not GPU_PRESENT:
+        return "small", "no GPU that this torch can use"
+    names = card_names()
+    listed = ", ".join(sorted(set(names)))
+    if not listed:
+        return "full", "the GPU's name is unknown; AUTORESEARCH_PROFILE=medium suits 8 to 32 GB"
+    if all(MEDIUM_CARD.search(name) and not LARGE_CARD.search(name) for name in names):
+        return "medium", f"for {listed}"
+    return "full", f"for {listed}"
+
+
 GPU_PRESENT = gpu_present()
-PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or ("full" if GPU_PRESENT else "small")
-if PROFILE not in ("full", "small"):
-    stop(f"AUTORESEARCH_PROFILE is full or small, not {PROFILE!r}; change or unset it.")
+PROFILE, WHY_PROFILE = choose_profile()
+if PROFILE not in ("full", "medium", "small"):
+    stop(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
 TIME_BUDGET = environment_number("AUTORESEARCH_TIME_BUDGET", 300, float, 0.001, 1e9)  # seconds
 SEED = environment_number("SEED", 42, int, 0, 2**63)
 
 # Scores can be compared only between runs that share these.
-MAX_SEQ_LEN = by_profile(full=2048, small=512)  # tokens per row
-EVAL_TOKENS = by_profile(full=40 * 524288, small=2**18)  # validation tokens scored
-VOCAB_SIZE = by_profile(full=8192, small=2048)  # the four special tokens included
+MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # tokens per row
+EVAL_TOKENS = by_profile(full=40 * 524288, medium=2**21, small=2**18)  # validation tokens scored
+VOCAB_SIZE = by_profile(full=8192, medium=8192, small=2048)  # the four special tokens included
 EVAL_BATCH = 32  # rows per batch of evaluation, at most
 BUFFER_DOCS = 1000  # documents among which packing chooses
 
@@ -114,9 +151,10 @@ BUFFER_DOCS = 1000  # documents among which packing chooses
 CACHE = (
     Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser().absolute()
 )
-ROOT = by_profile(full=CACHE, small=CACHE / "small")
+ROOT = by_profile(full=CACHE, medium=CACHE, small=CACHE / "small")
 RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").expanduser().absolute()
 VAL_ROWS = "val/rows.u16"  # packed validation rows, below ROOT; no glob of *.bin meets them
+PACKED_TOKENS = by_profile(full=EVAL_TOKENS, medium=40 * 524288, small=EVAL_TOKENS)  # in that file
 # Names that other harnesses of this kind import.
 CACHE_DIR = str(ROOT)
 DATA_DIR = str(ROOT / "data")
@@ -134,7 +172,7 @@ SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 # nats on average and 0.02 at one position.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
-PROBE_ROWS = by_profile(full=288, small=56)  # at most so many rows are scored again
+PROBE_ROWS = by_profile(full=288, medium=112, small=56)  # at most so many rows are scored again
 NEIGHBOURS = 32  # positions to each side that the loss at a position is compared with
 
 # Limits of `flags`.
@@ -667,9 +705,9 @@ def eval_batch_size(batch_size):
 
 
 def count_rows(files):
-    """The number of packed validation rows."""
+    """The number of validation rows that are scored: those packed, or the first of them."""
     size, _ = files[VAL_ROWS]
-    return size // (2 * (MAX_SEQ_LEN + 1))
+    return min(size // (2 * (MAX_SEQ_LEN + 1)), EVAL_TOKENS // MAX_SEQ_LEN)
 
 
 def model_device(model):
@@ -850,6 +888,7 @@ def evaluate_bpb(model, tokenizer, batch_size):
             if damaged:
                 raise IntegrityError(f"data: {damaged[0].name} changed since training began")
             rows = np.fromfile(ROOT / VAL_ROWS, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
+        rows = rows[: count_rows(_run.files)]
         token_bytes = Tokenizer.from_directory().token_bytes
         served = len(_run.served)
         _run.val_bpb, _ = score(model, rows, token_bytes, batch_size)
@@ -988,7 +1027,7 @@ def known_stats():
         "gpu": gpu_state(),
         "torch": importlib.metadata.version("torch"),
         "commit": _run.commit,
-        "data": hashlib.sha256(json.dumps(_run.files).encode()).hexdigest()[:8],
+        "data": data_hash(),
         "prepare": _run.prepare_sha256[:8],
         "integrity": _run.integrity,
     }
@@ -1032,6 +1071,12 @@ def format_value(key, value):
     if isinstance(value, list):
         return " ".join(f"{item:.3f}" for item in value)
     return value
+
+
+def data_hash():
+    """Of all prepared files and of the number of rows that are scored."""
+    described = json.dumps([_run.files, count_rows(_run.files)])
+    return hashlib.sha256(described.encode()).hexdigest()[:8]
 
 
 def write_record(block):
@@ -1260,7 +1305,8 @@ class Corpus:
 def choose_corpus(args):
     if args.data_dir:
         return own_corpus(Path(args.data_dir))
-    if (args.corpus or by_profile(full="climbmix", small="python")) == "climbmix":
+    default = by_profile(full="climbmix", medium="climbmix", small="python")
+    if (args.corpus or default) == "climbmix":
         count = args.num_shards
         if not 0 <= count <= CLIMBMIX_VAL:
             count = CLIMBMIX_VAL
@@ -1358,7 +1404,7 @@ def write_all_tokens(shards, tokenizer):
 
 def write_rows(flat):
     """Writes VAL_ROWS, the packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]."""
-    wanted = EVAL_TOKENS // MAX_SEQ_LEN
+    wanted = PACKED_TOKENS // MAX_SEQ_LEN
     rows = list(itertools.islice(pack_rows(read_tokens(flat), MAX_SEQ_LEN + 1), wanted))
     count = len(rows) // EVAL_BATCH * EVAL_BATCH
     if count == 0:
@@ -1403,7 +1449,7 @@ def recipe():
         "special_tokens": SPECIAL_TOKENS,
         "vocab_size": VOCAB_SIZE,
         "tokenizer_chars": [TOKENIZER_DOC_CHARS, TOKENIZER_CHARS],
-        "rows": [EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS],
+        "rows": [PACKED_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS],
         "python": [PYTHON_PIECE, PYTHON_HELD_OUT, PYTHON_SHARDS, sorted(SKIPPED_FOLDERS)],
     }
 
@@ -1436,6 +1482,7 @@ def find_stale(manifest, settings):
 
 def prepare(args):
     """Deletes what no longer fits the settings, then makes what is missing."""
+    print(f"profile: {PROFILE}, {WHY_PROFILE}", flush=True)
     manifest = load_manifest()
     corpus = choose_corpus(args)
     settings = corpus.settings | recipe()
@@ -1575,7 +1622,7 @@ def parse_arguments():
     parser.add_argument(
         "--corpus",
         choices=("climbmix", "python"),
-        help="default: climbmix in the full profile, python in small",
+        help="default: python in the small profile, else climbmix",
     )
     parser.add_argument(
         "--data-dir",

@@ -47,15 +47,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# ---- Knobs: every number worth turning; `full` is for a GPU, `small` for anything else ----
+# ---- Knobs: every number worth turning ----
 # fmt: off
 # Model
-DEPTH             = by_profile(full=8, small=4)      # layers
-ASPECT_RATIO      = by_profile(full=64, small=48)    # width = DEPTH * this, up to whole heads
-HEAD_DIM          = by_profile(full=128, small=64)   # channels per head
+DEPTH             = by_profile(full=8, medium=4, small=4)              # layers
+ASPECT_RATIO      = by_profile(full=64, medium=128, small=48)          # width / DEPTH, whole heads
+HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
 WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated, the last is L
-SHORT_WINDOW      = by_profile(full=1024, small=128)  # how far back an S layer sees; 0: no limit
+SHORT_WINDOW      = by_profile(full=1024, medium=256, small=128)       # reach of S; 0: no limit
 MLP_RATIO         = 4                                # hidden size of the MLP / width
 ROPE_BASE         = 10000                            # base of the rotary embedding (theta)
 LOGIT_SOFTCAP     = 15                               # tanh keeps logits within +-this; 0: off
@@ -71,8 +71,8 @@ RESID_INIT        = 1.0                              # resid_lambdas: the stream
 X0_INIT           = 0.1                              # x0_lambdas: the embedding, added to it there;
                                                      # None: not added
 # Batch
-TOTAL_BATCH_SIZE  = by_profile(full=2**19, small=2**12)  # tokens per step
-DEVICE_BATCH_SIZE = by_profile(full=128, small=8)    # rows at a time; halved if memory runs out
+TOTAL_BATCH_SIZE  = by_profile(full=2**19, medium=2**15, small=2**12)  # tokens per step
+DEVICE_BATCH_SIZE = by_profile(full=128, medium=16, small=8)           # rows at a time, at most
 # Optimizer
 EMBEDDING_LR      = 0.6                              # wte and value embeddings, AdamW
 UNEMBEDDING_LR    = 0.004                            # lm_head, AdamW
@@ -607,8 +607,8 @@ def load_varlen():
 
 def by_blocks(q, k, v, window, size):
     """Cuts q [B, T, H, D] into N blocks of at most `size` positions, q [B, N, H, S, D]. Beside each
-    stand the K keys that its window reaches, k and v [B, N, H, K, D], and what a query must not see,
-    hidden [N, 1, S, K]. One block if the window reaches most of the row anyway."""
+    stand the K keys that its window reaches, k and v [B, N, H, K, D], and what a query must not
+    see, hidden [N, 1, S, K]. One block if the window reaches most of the row anyway."""
     T = q.shape[1]
     size = largest_divisor(T, size)
     before = math.ceil(window / size)  # blocks

@@ -84,11 +84,11 @@ def measure(args, device, dtype):
 
 def parse_arguments():
     by_profile = prepare.by_profile
-    windows = by_profile(full=[256, 1024, 2048], small=[64, 128, 512])
+    windows = by_profile(full=[256, 1024, 2048], medium=[256, 1024, 2048], small=[64, 128, 512])
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--rows", type=int, default=by_profile(full=64, small=8))
+    parser.add_argument("--rows", type=int, default=by_profile(full=64, medium=16, small=8))
     parser.add_argument("--tokens", type=int, default=prepare.MAX_SEQ_LEN)
-    parser.add_argument("--heads", type=int, default=by_profile(full=4, small=3))
+    parser.add_argument("--heads", type=int, default=by_profile(full=4, medium=4, small=3))
     parser.add_argument("--head-dim", type=int, default=train.HEAD_DIM)
     parser.add_argument("--windows", type=int, nargs="+", default=windows)
     parser.add_argument("--rounds", type=int, default=20)

@@ -95,7 +95,7 @@ def measure(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--profile", choices=("small", "full"), default="small")
+    parser.add_argument("--profile", choices=("small", "medium", "full"), default="small")
     parser.add_argument("--rows", type=int, help="instead of the profile's number")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)

@@ -3,6 +3,7 @@ The CUDA path of train.py on a machine without a GPU: what can be known of a car
 
     uv run benchmarks/nogpu.py                          # six cards, about a minute each
     uv run benchmarks/nogpu.py sm_86 --memory 8 16 32   # and the memory of a step of so many rows
+    uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium
     uv run benchmarks/nogpu.py sm_90 --rung varlen --set DEPTH=2 ASPECT_RATIO=256
 
 torch is made to believe in the card, and all tensors are fakes, which have a shape but no values.
@@ -410,7 +411,7 @@ def to_card(model):
 
 def examine(args):
     """What is known of one card: a dictionary of plain values. To be called once per process."""
-    os.environ["AUTORESEARCH_PROFILE"] = "full"
+    os.environ["AUTORESEARCH_PROFILE"] = args.profile
     scratch = tempfile.mkdtemp(prefix="nogpu-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch
     os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
@@ -484,6 +485,8 @@ def examine(args):
     found = {
         "rung": rung,
         "rows": rows,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "flops_per_token": model.flops_per_token(),
         "kernels": len(kernels),
         "launches": launches,
         "products": meter.products,
@@ -517,11 +520,12 @@ def examine(args):
 
 
 # ---- All cards ----
-def in_a_process(card, rung, settings, rows=None):
+def in_a_process(card, args, rows=None):
     """`examine` in a process of its own, since it changes torch for good."""
-    command = [sys.executable, __file__, card, "--alone", "--set", *settings]
-    if rung:
-        command += ["--rung", rung]
+    command = [sys.executable, __file__, card, "--alone", "--set", *args.set]
+    command += ["--profile", args.profile]
+    if args.rung:
+        command += ["--rung", args.rung]
     if rows:
         command += ["--memory", str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -545,12 +549,16 @@ def rows_that_fit(points, gigabytes):
 
 
 def print_memory(found):
+    sizes = "all failed"
     print_header("card", "rung", "rows", "before a step, GiB", "peak of a step", "of evaluation")
     for (card, rows), one in found.items():
         if not one["errors"]:
             values = [f"{one[key] / GIB:.2f}" for key in ("base", "peak", "evaluation")]
             print_row(card, one["rung"], rows, *values)
-    print()
+            sizes = (
+                f"{one['parameters'] / 1e6:.1f} M parameters, {one['flops_per_token']:.3g} FLOPs"
+            )
+    print(f"\n{sizes} per token\n")
     print_header("card", *(f"{size} GB" for size in MEMORIES))
     for card in dict.fromkeys(card for card, _ in found):
         points = {r: one["peak"] for (c, r), one in found.items() if c == card and "peak" in one}
@@ -562,6 +570,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("cards", nargs="*", metavar="CARD", help=f"of {', '.join(CARDS)} (all)")
     parser.add_argument("--memory", nargs="+", type=int, metavar="ROWS", help="without kernels")
+    parser.add_argument("--profile", choices=("full", "medium"), default="full")
     parser.add_argument("--rung", help="of the attention ladder (the first that the card has)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
@@ -579,7 +588,7 @@ def main():
         jobs = [(card, rows) for card in cards for rows in (args.memory or [None])]
 
         def work(job):
-            return job, in_a_process(job[0], args.rung, args.set, job[1])
+            return job, in_a_process(job[0], args, job[1])
 
         found = dict(pool.imap(work, jobs))
     if args.memory:

@@ -57,6 +57,11 @@ def test_the_profile_decides_the_settings(monkeypatch):
     assert [full[name] for name in names] == [2048, 20_971_520, 8192]
     assert [getattr(prepare, name) for name in names] == [512, 262_144, 2048]
     assert full["ROOT"] == full["CACHE"] and prepare.ROOT == prepare.CACHE / "small"
+    monkeypatch.setenv("AUTORESEARCH_PROFILE", "medium")
+    medium = runpy.run_path(str(ROOT / "prepare.py"))
+    assert [medium[name] for name in names] == [2048, 2_097_152, 8192]
+    assert medium["ROOT"] == full["ROOT"]
+    assert medium["PACKED_TOKENS"] == full["EVAL_TOKENS"]
     assert full["RUNS"] == prepare.RUNS == prepare.CACHE / "runs"
 
 
@@ -387,7 +392,14 @@ PLUMBING = {  # what a preparation calls without an influence on what is made
     ),
     *("recipe", "find_stale", "find_damaged", "decides_score", "derived_files", "sha256"),
     *("check_shards", "is_text", "save_manifest", "write_manifest", "fingerprints", "replacing"),
-    *("count_rows", "ignore_interrupts", "environment_number", "by_profile"),
+    *(
+        "choose_profile",
+        "card_names",
+        "count_rows",
+        "ignore_interrupts",
+        "environment_number",
+        "by_profile",
+    ),
 }
 
 

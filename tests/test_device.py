@@ -146,6 +146,103 @@ def test_a_gpu_is_present_where_its_driver_is_and_nobody_hides_it(
     assert found_without_driver is False
 
 
+# ---- The profile that suits it ----
+H100 = ("NVIDIA H100 80GB HBM3", "GPU-aaaa1111-0000")
+A100 = ("NVIDIA A100-SXM4-40GB", "GPU-bbbb2222-0000")
+RTX_3060 = ("NVIDIA GeForce RTX 3060", "GPU-cccc3333-0000")
+RTX_4090 = ("NVIDIA GeForce RTX 4090", "GPU-dddd4444-0000")
+TWO_RTX = "for NVIDIA GeForce RTX 3060, NVIDIA GeForce RTX 4090"
+UNKNOWN = "the GPU's name is unknown; AUTORESEARCH_PROFILE=medium suits 8 to 32 GB"
+
+
+def profile_of(monkeypatch, tmp_path, cards, present=True, **environment):
+    """What is chosen where the driver describes such cards, [(name, UUID)], in its files."""
+    for i, (name, uuid) in enumerate(cards):
+        folder = tmp_path / f"0000:{i + 1:02x}:00.0"
+        folder.mkdir()
+        text = f"Model: \t\t {name}\nIRQ:   \t\t 56\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n"
+        (folder / "information").write_text(text)
+    for name in ("AUTORESEARCH_PROFILE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(prepare, "NVIDIA_CARDS", str(tmp_path))
+    monkeypatch.setattr(prepare, "GPU_PRESENT", present)
+    return prepare.choose_profile()
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", "full"),
+        ("NVIDIA A100-SXM4-80GB", "full"),
+        ("NVIDIA A100 80GB PCIe", "full"),
+        ("NVIDIA B200", "full"),
+        ("NVIDIA L40S", "full"),
+        ("NVIDIA A40", "full"),
+        ("NVIDIA A30", "full"),
+        ("NVIDIA RTX A6000", "full"),
+        ("NVIDIA RTX 6000 Ada Generation", "full"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "full"),
+        ("NVIDIA RTX PRO 5000 Blackwell", "full"),
+        ("Quadro RTX 8000", "full"),
+        ("NVIDIA GB10", "full"),
+        ("NVIDIA GeForce RTX 3060", "medium"),
+        ("NVIDIA GeForce RTX 4090", "medium"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "medium"),
+        ("NVIDIA GeForce GTX 1660 SUPER", "medium"),
+        ("NVIDIA TITAN RTX", "medium"),
+        ("NVIDIA RTX 4000 Ada Generation", "medium"),
+        ("NVIDIA RTX 5000 Ada Generation", "medium"),
+        ("NVIDIA RTX A5000", "medium"),
+        ("NVIDIA RTX PRO 4000 Blackwell", "medium"),
+        ("NVIDIA RTX PRO 5000 Blackwell Generation Laptop GPU", "medium"),
+        ("Quadro RTX 6000", "medium"),
+        ("NVIDIA T1000", "medium"),
+        ("Tesla T4", "medium"),
+        ("NVIDIA L4", "medium"),
+        ("NVIDIA A10G", "medium"),
+        ("NVIDIA A10", "medium"),
+    ],
+)
+def test_a_card_is_known_by_its_name(monkeypatch, tmp_path, name, profile):
+    assert profile_of(monkeypatch, tmp_path, [(name, "GPU-1")]) == (profile, f"for {name}")
+
+
+@pytest.mark.parametrize(
+    ("cards", "visible", "chosen"),
+    [
+        ([RTX_3060, RTX_4090], "", ("medium", TWO_RTX)),
+        ([RTX_3060, RTX_3060], "", ("medium", "for NVIDIA GeForce RTX 3060")),
+        ([RTX_3060, H100], "", ("full", "for NVIDIA GeForce RTX 3060, NVIDIA H100 80GB HBM3")),
+        ([RTX_3060, H100], "1", ("full", "for NVIDIA GeForce RTX 3060, NVIDIA H100 80GB HBM3")),
+        ([RTX_3060, H100], "GPU-cccc", ("medium", "for NVIDIA GeForce RTX 3060")),
+        ([RTX_3060, H100, A100], "GPU-cccc3333-0000, GPU-dddd", ("medium", f"for {RTX_3060[0]}")),
+        ([RTX_3060, H100], "GPU-aaaa1111-0000", ("full", "for NVIDIA H100 80GB HBM3")),
+        ([], "", ("full", UNKNOWN)),  # as in WSL
+        ([H100], "GPU-9", ("full", UNKNOWN)),
+        ([("", "")], "", ("full", UNKNOWN)),
+    ],
+)
+def test_several_cards_and_none(monkeypatch, tmp_path, cards, visible, chosen):
+    environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    assert profile_of(monkeypatch, tmp_path, cards, **environment) == chosen
+
+
+def test_the_environment_decides_and_without_a_gpu_it_is_small(monkeypatch, tmp_path):
+    assert profile_of(monkeypatch, tmp_path, [RTX_3060], AUTORESEARCH_PROFILE="full") == (
+        "full",
+        "as AUTORESEARCH_PROFILE says",
+    )
+    profile, why = profile_of(monkeypatch, tmp_path, [], present=False)
+    assert (profile, why) == ("small", "no GPU that this torch can use")
+
+
+def test_a_file_that_cannot_be_read_names_no_card(monkeypatch, tmp_path):
+    (tmp_path / "0000:09:00.0" / "information").mkdir(parents=True)
+    assert profile_of(monkeypatch, tmp_path, []) == ("full", UNKNOWN)
+
+
 # ---- What is said of it ----
 def test_a_gpu_is_called_by_its_name_and_others_by_their_type(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")

@@ -451,6 +451,8 @@ def write_runs(folder):
         when += timedelta(seconds=400)
         if i == 4:
             when += timedelta(hours=10)
+    other = {"val_bpb": 0.1, "commit": "b100000", "profile": "medium", "curve": [9.0, 8.0]}
+    (folder / "20260301T200000_b100000_42_1.json").write_text(json.dumps(other))
     (folder / "20260101T200000_cut_42_1.json").write_text('{"val_bpb": 0.9')
     (folder / "20260101T200000_list_1.json").write_text("[1]")
     (folder / "notes.json").write_text('{"commit": "a600000", "val_bpb": 0.985}')
@@ -669,6 +671,7 @@ def test_the_committed_notebook_as_it_is(kernel, tmp_path):
     printed = "".join(part.get("text", "") for part in outputs)
     assert "6 experiments after 4 baseline rows, keep rate 50.0%" in printed
     assert "4.0 experiments per hour" in printed
+    assert "left out: 1 runs whose profile, time_budget, data differ" in printed
     assert not [part for part in outputs if part.get("name") == "stderr"]
     shown = [part.data for part in outputs if "data" in part]
     assert sum("image/png" in data for data in shown) == 3
