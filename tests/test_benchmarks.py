@@ -10,7 +10,7 @@ import time
 import prepare
 import train
 from benchmarks import attention, common, evaluate, loader, overhead, pairs, step, sweep, turns
-from tests.common import ROOT, edited
+from tests.common import ROOT, edited, run_script
 
 import numpy as np
 import pytest
@@ -145,6 +145,16 @@ def test_where_the_time_of_a_step_goes(call, cache, fresh_run, monkeypatch):
         assert 0 < float(rows[name][1]) < 1
     assert sum(float(share) for _, share in rows.values()) == pytest.approx(1, abs=0.01)
     assert re.search(r"[0-9]+ tokens/s: [0-9]+ GFLOP/s by the model's count, 0\.[0-9]+ of", out)
+
+
+def test_preparation(corpus):
+    done = run_script(ROOT / "benchmarks/preparation.py", "--data-dir", corpus)
+    assert done.returncode == 0, done.output
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([0-9.]+) \|", done.stdout, re.M))
+    stages = [float(seconds) for name, seconds in rows.items() if name != "all"]
+    assert len(stages) == 5 and float(rows["tokenise"]) > 0
+    assert sum(stages) <= float(rows["all"]) + 0.1 * len(stages)
+    assert "small profile, 3 shards of" in done.stdout
 
 
 @pytest.mark.parametrize("variant", step.VARIANTS)
