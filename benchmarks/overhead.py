@@ -3,6 +3,7 @@ Where the seconds go that are not training, from the start of the process to its
 
     uv run benchmarks/overhead.py                    # median of three runs, after one not counted
     uv run benchmarks/overhead.py --cold             # and of runs with an empty compiler cache
+    uv run benchmarks/overhead.py --edits            # what an edit costs that has to be compiled
     uv run benchmarks/overhead.py --script ../other/train.py --cache /tmp/other
     uv run benchmarks/overhead.py --pair ../before/train.py --cache /tmp/after /tmp/before
 
@@ -21,7 +22,15 @@ from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import ROOT, RunError, last_words, print_header, print_row, run_script
+from benchmarks.common import (
+    ROOT,
+    RunError,
+    last_words,
+    print_header,
+    print_row,
+    run_script,
+    substitute,
+)
 
 STAGES = {  # name: how the line begins that ends it; before 2026-11-22 the second of two
     "interpreter, imports, cache check": ("run:", "device:"),
@@ -34,6 +43,28 @@ LAST_STAGE = "report, exit"
 OUTSIDE = "all but training"
 SHOWN = [*STAGES, "evaluation", LAST_STAGE, OUTSIDE]
 SHOWN.remove("later steps, evaluation")  # the budget decides about the steps
+
+
+GAIN = {  # a module with a parameter, as an agent would add one
+    "        self.down = Linear(hidden, config.n_embd)\n": (
+        "        self.down = Linear(hidden, config.n_embd)\n"
+        "        self.gain = nn.Parameter(torch.empty(hidden))\n"
+    ),
+    "self.down(F.relu(self.up(x)).square())": (
+        "self.down(self.gain.to(x.dtype) * F.relu(self.up(x)).square())"
+    ),
+    "        block.mlp.down.weight.zero_()\n": (
+        "        block.mlp.down.weight.zero_()\n        block.mlp.gain.fill_(1)\n"
+    ),
+}
+EDITS = {  # name: a setting of knobs, texts to replace
+    "nothing": ("", {}),
+    "a learning rate": ("MATRIX_LR=0.05", {}),
+    "an activation": ("", {"F.relu(": "F.silu("}),
+    "a module": ("", GAIN),
+    "a width": ("ASPECT_RATIO=64", {}),
+    "a depth": ("DEPTH=5", {}),
+}
 
 
 def stages(seconds, runs, inductor=None, script=ROOT / "train.py", cache=None):
@@ -109,6 +140,7 @@ def parse_arguments():
     parser.add_argument("--script", type=Path, default=ROOT / "train.py", help="another train.py")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--pair", type=Path, help="a train.py that runs in turn with that")
+    other.add_argument("--edits", action="store_true", help="of train.py, of several kinds")
     other.add_argument("--cold", action="store_true", help="with an empty compiler cache too")
     parser.add_argument("--cache", nargs="+", type=Path, default=[], help="of --script, of --pair")
     args = parser.parse_args()
@@ -120,6 +152,43 @@ def parse_arguments():
         if script and not (script.is_file() and script.with_name("prepare.py").is_file()):
             parser.error(f"{script} is no file with a prepare.py beside it")
     return args
+
+
+def kernels_in(inductor):
+    return len(list(Path(inductor).rglob("*.so"))) + len(list(Path(inductor).rglob("*.cubin")))
+
+
+def print_edits(args, folder):
+    """A row per edit, each beside the same compiled code: that of train.py as it is."""
+    cache = args.cache[0] if args.cache else None
+    source = args.script.read_text()
+    inductor = Path(folder, "inductor")
+    stages(args.seconds, f"{folder}/runs", inductor, args.script, cache)
+    print_header("edit", "seconds before training", "all but training", "kernels", "ratio")
+    base = None
+    for name, (setting, replacements) in EDITS.items():
+        edited = substitute(source, setting)
+        for old, new in replacements.items():
+            edited = edited.replace(old, new)
+        if edited == source and name != "nothing":
+            print_row(name, "this train.py has no such text", "", "", "")
+            continue
+        code = Path(folder, name.replace(" ", "-"))
+        code.mkdir()
+        (code / "train.py").write_text(edited)
+        (code / "prepare.py").write_bytes(args.script.with_name("prepare.py").read_bytes())
+        before = kernels_in(inductor)
+        found = stages(args.seconds, f"{folder}/runs", inductor, code / "train.py", cache)
+        start = sum(found[stage] for stage in list(STAGES)[:3])
+        if base is None:
+            base = found[OUTSIDE]
+        print_row(
+            name,
+            f"{start:.1f}",
+            f"{found[OUTSIDE]:.1f}",
+            kernels_in(inductor) - before,
+            f"{found[OUTSIDE] / base:.2f}",
+        )
 
 
 def measure(args, folder):
@@ -154,6 +223,9 @@ def main():
     args = parse_arguments()
     with tempfile.TemporaryDirectory() as folder:
         try:
+            if args.edits:
+                print_edits(args, folder)
+                return
             found = measure(args, folder)
         except RunError as failure:
             raise SystemExit(f"error: {failure}") from None

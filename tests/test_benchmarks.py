@@ -147,6 +147,33 @@ def test_where_the_time_of_a_step_goes(call, cache, fresh_run, monkeypatch):
     assert re.search(r"[0-9]+ tokens/s: [0-9]+ GFLOP/s by the model's count, 0\.[0-9]+ of", out)
 
 
+def test_every_edit_finds_its_text():
+    source = (ROOT / "train.py").read_text()
+    for setting, replacements in overhead.EDITS.values():
+        for old in replacements:
+            assert source.count(old) == 1, old
+        compile(common.substitute(source, setting), "train.py", "exec")
+
+
+def test_edits_are_timed_one_after_another(call, cache, monkeypatch):
+    seen = []
+
+    def stages(seconds, runs, inductor, script, cache):
+        seen.append(script.read_text())
+        (inductor / "x").mkdir(parents=True, exist_ok=True)
+        for i in range(len(seen)):
+            (inductor / "x" / f"{i}.so").touch()
+        return dict.fromkeys([*overhead.STAGES, overhead.OUTSIDE], float(len(seen)))
+
+    monkeypatch.setattr(overhead, "stages", stages)
+    rows, _ = call(overhead, "--edits")
+    assert list(rows) == ["edit", *overhead.EDITS]
+    assert rows["nothing"] == ["6.0", "2.0", "1", "1.00"]
+    assert rows["a module"] == ["15.0", "5.0", "1", "2.50"]
+    source = (ROOT / "train.py").read_text()
+    assert seen[0] == seen[1] == source and len(set(seen)) == len(overhead.EDITS)
+
+
 def test_preparation(corpus):
     done = run_script(ROOT / "benchmarks/preparation.py", "--data-dir", corpus)
     assert done.returncode == 0, done.output
