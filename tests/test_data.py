@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import rustbpe
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -310,7 +311,8 @@ def test_a_second_preparation_changes_nothing(own_cache, corpus, run_prepare, ca
     before = times(own_cache)
     run_prepare("--data-dir", corpus)
     out = capsys.readouterr().out
-    assert out.startswith("ready: small profile") and "tokenizer" not in out
+    assert out.startswith("profile: small, as AUTORESEARCH_PROFILE says\nready: small profile")
+    assert "tokenizer" not in out
     assert times(own_cache) == before
 
 
@@ -483,6 +485,41 @@ def test_fewer_validation_rows_than_wanted_are_said_and_scored_once(own_cache, c
     count = len(rows.read_bytes()) // (2 * 513)
     assert count < prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN
     assert f"{count} are scored, not 512" in capsys.readouterr().out
+
+
+def test_medium_and_full_share_all_that_is_prepared(tmp_path):
+    corpus = make_corpus(tmp_path / "corpus", train=(400,), val=3000)
+
+    def prepare_for(profile):
+        done = run_script(
+            ROOT / "prepare.py",
+            *("--data-dir", corpus),
+            AUTORESEARCH_PROFILE=profile,
+            AUTORESEARCH_CACHE=tmp_path / "cache",
+        )
+        assert done.returncode == 0, done.output
+        assert f"ready: {profile} profile, 2 shards" in done.stdout
+        return times(tmp_path / "cache")
+
+    assert prepare_for("medium") == prepare_for("full") == prepare_for("medium")
+    assert "tokens" in {path.parent.name for path in times(tmp_path / "cache")}
+
+
+def test_a_profile_may_score_the_first_rows_of_the_file(cache, fresh_run, monkeypatch):
+    packed = np.fromfile(prepare.ROOT / prepare.VAL_ROWS, "<u2").reshape(-1, 513)
+    assert len(packed) > 32
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 32 * 512)
+    scored = []
+
+    def score(model, rows, token_bytes, batch_size):
+        scored.append(rows)
+        return 1.0, {}
+
+    monkeypatch.setattr(prepare, "score", score)
+    next(prepare.make_dataloader(None, 1, 8))
+    assert prepare.eval_batch_size(100) == 32
+    assert prepare.evaluate_bpb(torch.nn.Linear(1, 1), None, 100) == 1.0
+    assert (scored[0] == packed[:32]).all() and len(scored[0]) == 32
 
 
 # ---- The embedded corpus ----
