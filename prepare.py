@@ -569,6 +569,8 @@ def start():
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor))
     if _run.device.type == "cpu":
         keep_memory()
+        # Processes that would compile Triton's kernels; each imports torch, and a CPU needs none.
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
         if os.path.exists(AMD_DRIVER):
             print("note: this torch is not built for the AMD GPU here, so the CPU trains")
     # With nvcc but no GPU, torch would print a warning.

@@ -1,5 +1,6 @@
 """The device that a run gets, by stand-ins for those that are not here."""
 
+import inspect
 import os
 import shutil
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import prepare
 
 import pytest
 import torch
+from torch._inductor import async_compile
 
 
 # ---- Peaks ----
@@ -124,6 +126,15 @@ def test_an_amd_gpu_that_nobody_can_use_is_mentioned(
     (tmp_path / "kfd").touch()
     prepare.start()
     assert "note: this torch is not built for the AMD GPU here" in capsys.readouterr().out
+
+
+def test_a_cpu_starts_no_processes_for_triton(cache, fresh_run, monkeypatch):
+    monkeypatch.setattr(prepare.signal, "signal", lambda *arguments: None)
+    monkeypatch.delenv("TORCH_WARM_POOL", raising=False)
+    prepare.start()
+    assert os.environ["TORCH_WARM_POOL"] == "0"  # read by torch's maybe_warm_pool
+    source = inspect.getsource(async_compile.maybe_warm_pool)
+    assert '"TORCH_WARM_POOL"' in source
 
 
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"])
