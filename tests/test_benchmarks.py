@@ -9,7 +9,18 @@ import time
 
 import prepare
 import train
-from benchmarks import attention, common, evaluate, loader, overhead, pairs, step, sweep, turns
+from benchmarks import (
+    attention,
+    common,
+    evaluate,
+    loader,
+    overhead,
+    pairs,
+    random_search,
+    step,
+    sweep,
+    turns,
+)
 from tests.common import ROOT, edited, run_script
 
 import numpy as np
@@ -172,6 +183,56 @@ def test_edits_are_timed_one_after_another(call, cache, monkeypatch):
     assert rows["a module"] == ["15.0", "5.0", "1", "2.50"]
     source = (ROOT / "train.py").read_text()
     assert seen[0] == seen[1] == source and len(set(seen)) == len(overhead.EDITS)
+
+
+def test_random_search_judges_as_program_md_does_and_goes_on(call, tmp_path, monkeypatch):
+    settings = []
+    scores = [0.92, 0.90, 0.89, 0.89, 0.88, 0.95, None, 0.8]
+
+    def run(knobs, seconds, seed):
+        settings.append(random_search.as_setting(knobs))
+        score = scores[(len(settings) - 1) % 8]
+        return {"val_bpb": score, "integrity": "ok", "num_steps": 100}
+
+    monkeypatch.setattr(random_search, "run", run)
+    rows, out = call(random_search, tmp_path, "--ideas", 3)
+    sigma = 0.02 / math.sqrt(2)
+    assert rows["1"][2:4] == ["yes", "0.896000"]  # 0.91 - 0.7 * 0.02
+    assert rows["2"][2:4] == ["", "0.896000"]  # 0.006 is less than half a sigma
+    assert rows["3"][2:4] == ["yes", "0.884800"]
+    assert f"sigma {sigma:.6f}" in out and len(settings) == 5
+    again, _ = call(random_search, tmp_path, "--ideas", 6)
+    assert len(settings) == 8 and {idea: again[idea] for idea in rows} == rows
+    assert [again[str(i)][2] for i in (4, 5, 6)] == ["", "", "yes"]
+    for kept, idea in (("1", "2"), ("1", "3"), ("3", "4")):
+        changed = set(again[idea][-1].split()) ^ set(again[kept][-1].split())
+        assert (
+            1 <= len({item.partition("=")[0] for item in changed}) <= 3
+        )  # with the rows at a time
+    del settings[:]
+    whole, _ = call(random_search, tmp_path / "other", "--ideas", 6)
+    assert whole == again
+
+
+def test_random_search_draws_from_its_ranges():
+    source = (ROOT / "train.py").read_text()
+    seen = {knob: set() for knob in random_search.RANGES}
+    for number in range(400):
+        idea = random_search.next_idea({}, number, 0)
+        assert 1 <= len(idea) <= 2
+        common.substitute(source, random_search.as_setting(idea))
+        for knob, value in idea.items():
+            seen[knob].add(value)
+    for knob, (kind, *limits) in random_search.RANGES.items():
+        if kind == "power":
+            assert seen[knob] <= {2**i for i in range(limits[0], limits[1] + 1)}
+        elif kind == "of":
+            assert seen[knob] <= set(limits)
+        else:
+            assert min(limits) <= min(seen[knob]) < max(seen[knob]) <= max(limits)
+        assert len(seen[knob]) > 1
+    batch = random_search.as_setting({"TOTAL_BATCH_SIZE": 1024})
+    assert batch == "TOTAL_BATCH_SIZE=1024 DEVICE_BATCH_SIZE=2"
 
 
 def test_preparation(corpus):

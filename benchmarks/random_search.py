@@ -1,0 +1,167 @@
+"""
+Random search over the knobs of train.py, judged by program.md's rule: what a night of an agent's
+ideas is compared with.
+
+    uv run benchmarks/random_search.py /tmp/search              # 2 baselines and 24 ideas, or go on
+    uv run benchmarks/random_search.py /tmp/search --ideas 40 --seconds 20
+
+An idea draws one or two knobs of the incumbent anew, from the ranges below, which were written down
+before the first run. Each run is a line of JSON in the folder's search.jsonl; a search that was cut
+off goes on from there, with the same ideas. The best setting is printed at the end.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+from benchmarks.common import RunError, copy_scripts, print_header, print_row, run_training
+from benchmarks.protocol import Rule
+
+import numpy as np
+
+TOKENS_PER_ROW = 512  # of the small profile, whose knobs these ranges are for
+SIGMA_FLOOR = 0.0005  # bits per byte
+
+# How a knob is drawn: evenly, evenly in the logarithm, as a power of two, or from a list.
+RANGES = {
+    "DEPTH": ("of", 1, 2, 3, 4, 5, 6, 8),
+    "ASPECT_RATIO": ("of", 16, 32, 48, 64, 96, 128, 192),
+    "SHORT_WINDOW": ("power", 5, 9),
+    "MLP_RATIO": ("of", 2, 3, 4, 6, 8),
+    "ROPE_BASE": ("log", 1000, 100_000),
+    "LOGIT_SOFTCAP": ("of", 0, 8, 15, 30),
+    "X0_INIT": ("even", 0, 0.3),
+    "TOTAL_BATCH_SIZE": ("power", 10, 14),
+    "EMBEDDING_LR": ("log", 0.15, 2.4),
+    "UNEMBEDDING_LR": ("log", 0.001, 0.016),
+    "MATRIX_LR": ("log", 0.01, 0.16),
+    "SCALAR_LR": ("log", 0.125, 2),
+    "WEIGHT_DECAY": ("even", 0, 0.6),
+    "MOMENTUM_STEPS": ("log", 50, 1000),
+    "WARMUP_RATIO": ("even", 0, 0.1),
+    "WARMDOWN_RATIO": ("even", 0.2, 1),
+    "FINAL_LR_FRAC": ("even", 0, 0.2),
+}
+
+
+def draw(knob, rng):
+    """A value of the knob, at most three digits of it."""
+    kind, *limits = RANGES[knob]
+    if kind == "of":
+        return limits[rng.integers(len(limits))]
+    low, high = limits
+    if kind == "power":
+        return 2 ** int(rng.integers(low, high + 1))
+    if kind == "log":
+        return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.3g}")
+    return float(f"{rng.uniform(low, high):.3g}")
+
+
+def next_idea(incumbent, number, seed):
+    """The incumbent's {knob: value} with one or two knobs changed."""
+    rng = np.random.default_rng([seed, number])
+    changed = dict(incumbent)
+    for knob in rng.choice(list(RANGES), size=rng.integers(1, 3), replace=False):
+        changed[str(knob)] = draw(str(knob), rng)
+    return changed
+
+
+def as_setting(knobs):
+    """What common.substitute takes. The rows at a time follow from the batch."""
+    items = [f"{knob}={value}" for knob, value in knobs.items()]
+    if "TOTAL_BATCH_SIZE" in knobs:
+        items.append(f"DEVICE_BATCH_SIZE={min(8, knobs['TOTAL_BATCH_SIZE'] // TOKENS_PER_ROW)}")
+    return " ".join(items)
+
+
+def run(knobs, seconds, seed):
+    """What a run gave. Three tries where it is flagged; of three the one with the most steps."""
+    tries = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            copy_scripts(folder, as_setting(knobs))
+            try:
+                record = run_training(folder, seconds, {"SEED": seed}).record
+            except RunError as failure:
+                return {"val_bpb": None, "integrity": str(failure), "num_steps": 0}
+        tries.append({key: record[key] for key in ("val_bpb", "integrity", "num_steps")})
+        if record["integrity"] == "ok":
+            return tries[-1]
+    return max(tries, key=lambda one: one["num_steps"])
+
+
+class Search:
+    """The state of a search: the sum of what its lines say."""
+
+    def __init__(self):
+        self.incumbent = {}
+        self.baselines = []
+        self.ideas = 0
+        self.number = math.nan  # the incumbent's
+        self.sigma = SIGMA_FLOOR
+
+    def judge(self, knobs, val_bpb):
+        """Adds a run; returns whether it is kept."""
+        rule = Rule()
+        if len(self.baselines) < rule.baselines:
+            self.baselines.append(val_bpb)
+            self.number = float(np.mean(self.baselines))
+            if len(self.baselines) == rule.baselines:
+                self.sigma = max(float(np.std(self.baselines, ddof=1)), SIGMA_FLOOR)
+            return True
+        self.ideas += 1
+        gain = -math.inf if val_bpb is None else self.number - val_bpb
+        if gain <= rule.bar * self.sigma:
+            return False
+        self.number -= rule.pull * gain
+        self.incumbent = knobs
+        return True
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ideas", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="of the ideas (0)")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    log = args.folder / "search.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    search = Search()
+    print_header("idea", "val_bpb", "ratio", "kept", "number", "steps", "integrity", "setting")
+    while search.ideas < args.ideas:
+        of_baseline = len(search.baselines) < Rule.baselines
+        seed = 42 + len(search.baselines) if of_baseline else 42
+        knobs = {} if of_baseline else next_idea(search.incumbent, search.ideas + 1, args.seed)
+        if lines:
+            line = json.loads(lines.pop(0))
+            if line["setting"] != as_setting(knobs):
+                raise SystemExit(f"error: {log} is of another search; give another folder.")
+        else:
+            line = {"setting": as_setting(knobs), "seed": seed} | run(knobs, args.seconds, seed)
+            if of_baseline and line["val_bpb"] is None:
+                raise SystemExit(f"error: no baseline: {line['integrity']}")
+            with open(log, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        kept = search.judge(knobs, line["val_bpb"])
+        score = line["val_bpb"]
+        print_row(
+            "baseline" if of_baseline else search.ideas,
+            "" if score is None else f"{score:.6f}",
+            "" if score is None else f"{score / np.mean(search.baselines):.4f}",
+            "yes" if kept else "",
+            f"{search.number:.6f}",
+            line["num_steps"],
+            line["integrity"],
+            line["setting"] or "none",
+        )
+    print(f"\nincumbent: {as_setting(search.incumbent) or 'none'}, sigma {search.sigma:.6f}")
+
+
+if __name__ == "__main__":
+    main()
