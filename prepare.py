@@ -1116,6 +1116,7 @@ def save_manifest(settings, choice, corpus=(), files=(), tokens=None):
 
 
 def write_manifest(manifest):
+    """Writes the manifest, and returns it."""
     with replacing(ROOT / "manifest.json") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     return manifest

@@ -158,9 +158,10 @@ ALLOWED = {
     "reference_attention": {0.5},
     "load_fa3": {9},
     "load_varlen": {8},
-    "load_blocks.attend": {8},
-    "load_blocks.attend_block": {0.5},
-    "load_sdpa.attend": {64},
+    "by_blocks": {3},  # a dimension, as in the next three
+    "by_blocks.with_blocks_before": {3},
+    "load_blocks.attend": {0.5, 3},
+    "load_sdpa.attend": {3, 64},
     "probe_attention": {4},
     "choose_attention": {160},
     "choose_dtype": {8},
