@@ -629,8 +629,8 @@ def by_blocks(q, k, v, window, size):
 
 
 def load_blocks():
-    """Plain products and a softmax: on a CPU, compiled and with a short window, two to four times as
-    fast as torch's own kernel."""
+    """Plain products and a softmax: on a CPU, compiled and with a short window, two to four times
+    as fast as torch's own kernel."""
 
     def attend(q, k, v, window):
         q, k, v, hidden = by_blocks(q, k, v, window, CPU_QUERY_BLOCK)
