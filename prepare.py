@@ -1415,8 +1415,9 @@ def write_rows(flat):
             f"the validation file, the last one, fills {len(rows)} rows, but {EVAL_BATCH} is the "
             "least; make it longer."
         )
-    if count < wanted:
-        print(f"validation fills {len(rows)} rows: {count} are scored, not {wanted}", flush=True)
+    scored = EVAL_TOKENS // MAX_SEQ_LEN
+    if count < scored:
+        print(f"validation fills {len(rows)} rows: {count} are scored, not {scored}", flush=True)
     with replacing(ROOT / VAL_ROWS) as file:
         for row in rows[:count]:
             file.write(row.astype("<u2").tobytes())
