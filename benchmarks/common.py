@@ -96,17 +96,17 @@ def substitute(source, setting):
     return source
 
 
-def copy_scripts(folder, setting="", edits=None):
-    """Copies both scripts into a folder, with the knobs of train.py changed and then the texts that
-    are keys of `edits` replaced by their values."""
+def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
+    """Copies a train.py and the prepare.py beside it into a folder, with the knobs changed and then
+    the texts that are keys of `edits` replaced by their values."""
     folder = Path(folder)
-    source = substitute((ROOT / "train.py").read_text(), setting)
+    source = substitute(script.read_text(), setting)
     for old, new in (edits or {}).items():
         if old not in source:
             raise SystemExit(f"error: train.py no longer holds {old!r}; adapt the benchmark.")
         source = source.replace(old, new)
     (folder / "train.py").write_text(source)
-    (folder / "prepare.py").write_bytes((ROOT / "prepare.py").read_bytes())
+    (folder / "prepare.py").write_bytes(script.with_name("prepare.py").read_bytes())
 
 
 # ---- Tables ----

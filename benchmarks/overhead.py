@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 from benchmarks.common import (
     ROOT,
     RunError,
+    copy_scripts,
     last_words,
     print_header,
     print_row,
     run_script,
-    substitute,
 )
 
 STAGES = {  # name: how the line begins that ends it; before 2026-11-22 the second of two
@@ -167,16 +167,12 @@ def print_edits(args, folder):
     print_header("edit", "seconds before training", "all but training", "kernels", "ratio")
     base = None
     for name, (setting, replacements) in EDITS.items():
-        edited = substitute(source, setting)
-        for old, new in replacements.items():
-            edited = edited.replace(old, new)
-        if edited == source and name != "nothing":
+        if not all(old in source for old in replacements):
             print_row(name, "this train.py has no such text", "", "", "")
             continue
         code = Path(folder, name.replace(" ", "-"))
         code.mkdir()
-        (code / "train.py").write_text(edited)
-        (code / "prepare.py").write_bytes(args.script.with_name("prepare.py").read_bytes())
+        copy_scripts(code, setting, replacements, args.script)
         before = kernels_in(inductor)
         found = stages(args.seconds, f"{folder}/runs", inductor, code / "train.py", cache)
         start = sum(found[stage] for stage in list(STAGES)[:3])

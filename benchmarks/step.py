@@ -315,20 +315,27 @@ PRODUCT = re.compile("mm$|gemm|nvjet|cutlass|xmma")
 NO_KERNEL = re.compile("^## Call|Torch-Compiled|CompiledFunction|TorchDynamo|AOTDispatcher|^cuda")
 
 
+def median_seconds(function, times, device):
+    """Of one call, with what it has queued on a GPU."""
+    import torch
+
+    seconds = []
+    for _ in range(times):
+        begun = perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(perf_counter() - begun)
+    return median(seconds)
+
+
 def measured_peak(device, dtype):
     """FLOP/s of a large matrix product, here and now."""
     import torch
 
     size = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(2, size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(9):
-        begun = perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(perf_counter() - begun)
-    return 2 * size**3 / median(seconds)
+    return 2 * size**3 / median_seconds(lambda: a @ b, 9, device)
 
 
 def where_time_goes(subject, steps):
@@ -380,31 +387,22 @@ def loader_milliseconds(subject):
 
     tokenizer = prepare.Tokenizer.from_directory()
     batches = prepare.make_dataloader(tokenizer, subject.rows, prepare.MAX_SEQ_LEN)
-    seconds = []
-    for _ in range(50):
-        begun = perf_counter()
-        next(batches)
-        seconds.append(perf_counter() - begun)
-    return 1000 * subject.micro_batches * median(seconds)
+    return 1000 * subject.micro_batches * median_seconds(lambda: next(batches), 50, subject.device)
 
 
 def print_profile(args):
     # Names the kernels of a CPU; they are compiled anew for it.
     os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
-    import torch
-
     subject = build(VARIANTS["as shipped"], args.set)
     batches = random_batches(subject)
-    seconds = []
-    for _ in range(args.steps):
-        begun = perf_counter()
+
+    def step():
         subject.train.train_step(
             subject.compiled_model, subject.optimizer, batches, subject.micro_batches
         )
-        if subject.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(perf_counter() - begun)
-    speed = subject.train.TOTAL_BATCH_SIZE / median(seconds)
+
+    seconds = median_seconds(step, args.steps, subject.device)
+    speed = subject.train.TOTAL_BATCH_SIZE / seconds
     dtype, _ = subject.train.choose_dtype(subject.device)
     peak = measured_peak(subject.device, dtype)
     parts = where_time_goes(subject, args.steps)
@@ -415,7 +413,7 @@ def print_profile(args):
         print_row(name, f"{milliseconds:.1f}", f"{milliseconds / whole:.3f}")
     used = subject.model.flops_per_token() * speed
     print(
-        f"\nwithout the profiler {1000 * median(seconds):.0f} ms per step, {speed:.0f} tokens/s: "
+        f"\nwithout the profiler {1000 * seconds:.0f} ms per step, {speed:.0f} tokens/s: "
         f"{used / 1e9:.0f} GFLOP/s by the model's count, {used / peak:.3f} of what a large product "
         f"of {str(dtype).removeprefix('torch.')} does here, {peak / 1e9:.0f} GFLOP/s"
     )

@@ -382,27 +382,13 @@ def test_another_version_of_this_file_redoes_what_it_makes_differently(own_cache
         prepare.check_cache()
 
 
-PLUMBING = {  # what a preparation calls without an influence on what is made
-    *(
-        "parse_arguments",
-        "load_manifest",
-        "main",
-        "prepare",
-        "choose_corpus",
-        "own_corpus",
-        "build",
-    ),
-    *("recipe", "find_stale", "find_damaged", "decides_score", "derived_files", "sha256"),
-    *("check_shards", "is_text", "save_manifest", "write_manifest", "fingerprints", "replacing"),
-    *(
-        "choose_profile",
-        "card_names",
-        "count_rows",
-        "ignore_interrupts",
-        "environment_number",
-        "by_profile",
-    ),
-}
+# What a preparation calls without an influence on what is made.
+PLUMBING = """
+    parse_arguments load_manifest main prepare choose_corpus own_corpus build recipe find_stale
+    find_damaged decides_score derived_files sha256 check_shards is_text save_manifest
+    write_manifest fingerprints replacing choose_profile card_names count_rows ignore_interrupts
+    environment_number by_profile
+""".split()
 
 
 def test_the_recipe_names_all_code_that_makes_a_file(own_cache, corpus, run_prepare, monkeypatch):
@@ -422,7 +408,7 @@ def test_the_recipe_names_all_code_that_makes_a_file(own_cache, corpus, run_prep
     finally:
         sys.setprofile(None)
     recipe = inspect.getsource(prepare.recipe)
-    makers = set(called) - PLUMBING
+    makers = set(called).difference(PLUMBING)
     assert "write_rows" in makers and "cut_at_lines" in makers
     assert [name for name in sorted(makers) if f" {name},\n" not in recipe] == []
 
