@@ -200,10 +200,22 @@ class Kernel:
     name: str
     compiled: list  # of each configuration, what Triton made or the exception
     launches: int = 0
+    moved: int = 0  # bytes
 
     def run(self, *arguments, **options):
         """Stands in for the launch."""
         self.launches += 1
+        self.moved += bytes_on_card(arguments)
+
+
+def bytes_on_card(tree):
+    """Of all tensors in it, each counted once. What a kernel reads and writes, if it touches all of
+    each tensor that it is given, and none twice."""
+    import torch
+
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
+    return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
 def collect_kernels(compile_them):
@@ -350,7 +362,7 @@ def check_varlen():
 # ---- What a card is asked ----
 class Meter:
     """Sums the live memory on the card, in the allocator's blocks of 512 bytes, and counts what is
-    launched besides Triton's kernels. `mode` is to be entered."""
+    launched besides Triton's kernels, and the bytes that it moves. `mode` is to be entered."""
 
     def __init__(self):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -359,6 +371,7 @@ class Meter:
         self.now = 0
         self.peak = 0
         self.products = 0
+        self.moved = 0
         meter = self
 
         class Mode(TorchDispatchMode):
@@ -377,6 +390,8 @@ class Meter:
         out = func(*args, **kwargs)
         if re.search(r"\.(add|b)?mm\b|attn|attention|fa3", str(func)):
             self.products += 1
+        if bytes_on_card((args, kwargs)) and not func.is_view:
+            self.moved += bytes_on_card((args, kwargs, out))
         torch.utils._pytree.tree_map_only(torch.Tensor, self.see, out)
         return out
 
@@ -464,6 +479,7 @@ def examine(args):
         train.train_step(compiled_model, optimizer, batches, 2)  # compiles
         for kernel in kernels:
             kernel.launches = 0
+            kernel.moved = 0
         for tensor in (*model.parameters(), *model.buffers()):
             meter.see(tensor)
         for group in optimizer.param_groups:
@@ -474,6 +490,9 @@ def examine(args):
         with meter.mode:
             train.train_step(compiled_model, optimizer, batches, 2)
         launches = sum(kernel.launches for kernel in kernels)
+        moved_by_kernels = sum(kernel.moved for kernel in kernels)
+        moved_besides = meter.moved
+        products = meter.products
         training_peak = meter.peak
         model.eval()
         inputs, _, _ = next(batches)
@@ -489,7 +508,9 @@ def examine(args):
         "flops_per_token": model.flops_per_token(),
         "kernels": len(kernels),
         "launches": launches,
-        "products": meter.products,
+        "products": products,
+        "moved_by_kernels": moved_by_kernels,
+        "moved_besides": moved_besides,
         "breaks": sum(counters["graph_break"].values()),
         "base": base,
         "peak": training_peak,
@@ -597,6 +618,7 @@ def main():
         print_header(
             "card", "rung", "kernels", "compiled", "errors", "shared memory, bytes", "of",
             "registers", "with spills", "graph breaks", "launches per step", "products and attention",
+            "GB moved by kernels", "and besides",
         )  # fmt: skip
         for (card, _), one in found.items():
             if "kernels" in one:
@@ -604,6 +626,7 @@ def main():
                     card, one["rung"], one["kernels"], one["variants"], len(one["errors"]),
                     one["shared"], CARDS[card].shared * 1024, one["registers"], len(one["spills"]),
                     one["breaks"], one["launches"], one["products"],
+                    f"{one['moved_by_kernels'] / 1e9:.2f}", f"{one['moved_besides'] / 1e9:.2f}",
                 )  # fmt: skip
     print()
     for (card, rows), one in found.items():

@@ -232,8 +232,6 @@ class Rule:
     together: int = 4  # near misses that are tried as one change
     review: int = 10  # ideas between two re-runs of the incumbent
     cap: float = 4  # runs that the number counts for in a review
-    undo: float = 3  # sigmas by which a re-run worse than what the re-run before it left undoes the
-    # keeps between them; a leak between runs would show so
     long_bar: float = 1.0  # instead of `bar`, of a change that adds lines
     at_42: bool = False  # the number begins as the baseline's run at seed 42, not as the mean
     price: bool = False  # whether a keep that adds lines and gives nothing costs a later run
@@ -251,7 +249,6 @@ def program(nights, rule):
     misses = np.zeros((rule.together, count))  # their effects
     missed = np.zeros(count, dtype=np.int64)
     due = np.zeros(count, dtype=bool)
-    safe = (p.truth, p.code, number, weight)  # as of the last re-run that bore out the keeps
     reviews = 0 * missed
     for t in range(rule.baselines, nights.night.runs):
         paying = rule.price & (p.debt > 0)
@@ -282,14 +279,9 @@ def program(nights, rule):
         missed = np.minimum(missed + near, rule.together)
 
         capped = np.minimum(weight, rule.cap)
-        undone = review & (seen > safe[2] + rule.undo * sigma)
         averaged = (number * capped + seen) / (capped + 1)
         number = np.where(review, averaged, number)
         weight = np.where(review, capped + 1, weight)
-        now = (p.truth, p.code, number, weight)
-        now = [np.where(undone, old, new) for old, new in zip(safe, now, strict=True)]
-        p.truth, p.code, number, weight = now
-        safe = [np.where(review, new, old) for old, new in zip(safe, now, strict=True)]
         reviews += review
         p.ideas += idea
         p.debt -= paying
@@ -353,7 +345,6 @@ def search(count):
         "together": (2, 3, 4, 6),
         "review": (5, 10, 15, 20),
         "cap": (2, 4, 8),
-        "undo": (2, 3, np.inf),
         "long_bar": (0.5, 0.75, 1.0, 1.5),
     }
     settings = [{}]

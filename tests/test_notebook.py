@@ -371,24 +371,6 @@ LOGS = {
             ],
         },
     ),
-    "undone": (
-        NORMAL
-        + row("1111111", "0.989600", "keep", "undo to e400000")
-        + row("2222222", "0.989000", "keep", "narrower")
-        + row("3333333", "0.988000", "discard", "deeper"),
-        {
-            "experiments": 8,
-            "counts": {"keep": 4, "discard": 2, "crash": 1, "invalid": 1},
-            "gains": [0.011, 0.0046, 0.0006, 0.0004],
-            "running": [1.001] * 4 + [0.99] * 3 + [0.9896] * 2 + [0.985, 0.9896] + [0.989] * 2,
-            "best": 0.989,
-            "title": "8 experiments, 4 kept: 1.0010 to 0.9890 bits per byte",
-        },
-    ),
-    "undone at once": (
-        HEADER + BASELINE + row("1111111", "1.0010", "keep", "Undo to ba5e000"),
-        {"experiments": 0, "gains": [], "running": [1.001] * 5, "best": 1.001},
-    ),
     "claimed": (
         NORMAL,
         KNOWN
