@@ -294,9 +294,10 @@ def test_overhead_names_every_stage(real_run):
 def test_sweep(call, real_run, monkeypatch):
     _, record, _ = real_run
 
-    def run(setting, seconds, seed):
+    def run(job, seconds, steps, jobs):
+        setting, seed = job
         if setting == "DEPTH=0":
-            raise common.RunError("error: no luck")
+            return common.RunError("error: no luck")
         score = 1.0 if setting else 2.0
         return record | {"val_bpb": score, "seed": seed}
 
@@ -310,6 +311,15 @@ def test_sweep(call, real_run, monkeypatch):
     assert [row[-1] for row in rows] == ["`DEPTH=3` |", "none |"]
     with pytest.raises(AssertionError, match="DEPHT=3"):  # before anything runs
         call(sweep, "", "DEPHT=3")
+    with pytest.raises(AssertionError, match="@fast"):
+        call(sweep, "", "DEPTH=3 @fast")
+
+
+def test_sweep_by_steps(cache):
+    knobs = "DEPTH=1 ASPECT_RATIO=64 TOTAL_BATCH_SIZE=512 DEVICE_BATCH_SIZE=1 COMPILE=False"
+    record = sweep.run((f"{knobs} @1.5", 44), seconds=0, steps=2, jobs=2)
+    assert (record["num_steps"], record["seed"], record["depth"]) == (3, 44, 1)
+    assert 0 < record["val_bpb"] < 20
 
 
 FAKE = """
