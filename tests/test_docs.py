@@ -241,7 +241,7 @@ def test_resume_prints_little_and_finds_what_counts(night):
         journal.write("\n".join([*lines, "x" * 300]) + "\n")
     out = night.shell(block("pgrep"))
     assert len(out) < 4000 and "exit 0" in out
-    for words in ("sigma: 0.0020", "a1b2c3d 0.9107 weight 2", "review 1: seed 100"):
+    for words in ("sigma: 0.0020", "a1b2c3d 0.9107 weight 2", "review 1 gave 0.9111"):
         assert words in out, words
     assert "near: d4e5f6a rotary\nnear: e5f6a7b wider\n" in out
     assert "rotary base" not in out  # it was tried
