@@ -50,8 +50,8 @@ from torch.utils.checkpoint import (
 # ---- Knobs: every number worth turning ----
 # fmt: off
 # Model
-DEPTH             = by_profile(full=8, medium=4, small=4)              # layers
-ASPECT_RATIO      = by_profile(full=64, medium=128, small=48)          # width / DEPTH, whole heads
+DEPTH             = by_profile(full=8, medium=4, small=3)              # layers
+ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, whole heads
 HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
 WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated, the last is L
@@ -73,12 +73,12 @@ X0_INIT           = 0.1                              # x0_lambdas: the embedding
 # Batch
 TOTAL_BATCH_SIZE  = by_profile(full=2**19, medium=2**15, small=2**12)  # tokens per step
 DEVICE_BATCH_SIZE = by_profile(full=128, medium=16, small=8)           # rows at a time, at most
-# Optimizer
-EMBEDDING_LR      = 0.6                              # wte and value embeddings, AdamW
-UNEMBEDDING_LR    = 0.004                            # lm_head, AdamW
-MATRIX_LR         = 0.04                             # matrices in the blocks, Muon
-SCALAR_LR         = 0.5                              # x0_lambdas, vectors in the blocks, AdamW
-RESID_LR          = 0.005                            # resid_lambdas, AdamW
+# Optimizer: Muon takes MATRIX_LR, AdamW the other rates
+EMBEDDING_LR      = by_profile(full=0.6, medium=0.6, small=0.3)        # wte, value embeddings
+UNEMBEDDING_LR    = by_profile(full=0.004, medium=0.004, small=0.002)  # lm_head
+MATRIX_LR         = by_profile(full=0.04, medium=0.04, small=0.02)     # matrices in the blocks
+SCALAR_LR         = 0.5                              # x0_lambdas, vectors in the blocks
+RESID_LR          = 0.005                            # resid_lambdas
 WIDTH_LR_POWER    = -0.5                             # wte, value embeddings, lm_head: lr times
                                                      # (C / 768) ** this
 WEIGHT_DECAY      = 0.2                              # of the matrices, falls to 0 over the run
