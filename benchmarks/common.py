@@ -1,5 +1,6 @@
 """What several benchmarks share: knobs changed in a source text, whole runs in a folder, tables."""
 
+import contextlib
 import json
 import os
 import re
@@ -41,7 +42,7 @@ def last_words(output):
     return lines[-1] if lines else "it said nothing"
 
 
-def run_script(script, environment, limit=None):
+def run_script(script, environment, limit=None, arguments=()):
     """Runs a script in its folder, for `limit` seconds at most. Returns its seconds and its output.
     Raises RunError."""
     script = Path(script).resolve()
@@ -49,12 +50,14 @@ def run_script(script, environment, limit=None):
     # Into a file: a pipe stays open for as long as any child of a killed process lives.
     with tempfile.TemporaryFile() as log:
         begun = perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, script], cwd=script.parent, env=merged, stdout=log, stderr=log
-        )
+        command = [sys.executable, script, *arguments]
+        process = subprocess.Popen(command, cwd=script.parent, env=merged, stdout=log, stderr=log)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
+            process.terminate()  # which --rerun passes on to its train.py
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
             raise RunError(f"it had not ended after {limit:.0f} s") from None
         finally:
             process.kill()
@@ -67,17 +70,32 @@ def run_script(script, environment, limit=None):
     return seconds, output
 
 
-def run_training(folder, budget, environment=None):
-    """Runs the train.py of a folder for `budget` seconds of training; its record goes into no
-    folder of runs. Returns it Finished. Raises RunError."""
+def run_training(folder, budget, environment=None, commit=None):
+    """Runs the train.py of a folder, or that of a commit in a clean copy, for `budget` seconds of
+    training; its record goes into no folder of runs. Returns it Finished. Raises RunError."""
     with tempfile.TemporaryDirectory() as runs:
         own = {"AUTORESEARCH_TIME_BUDGET": budget, "AUTORESEARCH_RUNS": runs}
         own |= environment or {}
-        seconds, output = run_script(Path(folder, "train.py"), own, budget + SPARE_SECONDS)
+        script, arguments = "train.py", ()
+        if commit is not None:
+            script, arguments = "prepare.py", ("--rerun", commit)
+        limit = budget + SPARE_SECONDS
+        seconds, output = run_script(Path(folder, script), own, limit, arguments)
         records = list(Path(runs).glob("*.json"))
         if len(records) != 1:
             raise RunError(f"{len(records)} records: {last_words(output)}")
         return Finished(json.loads(records[0].read_text()), seconds)
+
+
+def best_of_three(run):
+    """The record of what `run()` returns, Finished: the first that is ok, or of three that are not
+    the one with the most steps. Raises RunError."""
+    tries = []
+    for _ in range(3):
+        tries.append(run().record)
+        if tries[-1]["integrity"] == "ok":
+            return tries[-1]
+    return max(tries, key=lambda record: record["num_steps"])
 
 
 # ---- Knobs ----

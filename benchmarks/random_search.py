@@ -18,7 +18,14 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import RunError, copy_scripts, print_header, print_row, run_training
+from benchmarks.common import (
+    RunError,
+    best_of_three,
+    copy_scripts,
+    print_header,
+    print_row,
+    run_training,
+)
 from benchmarks.protocol import Rule
 
 import numpy as np
@@ -79,19 +86,14 @@ def as_setting(knobs):
 
 
 def run(knobs, seconds, seed):
-    """What a run gave. Three tries where it is flagged; of three the one with the most steps."""
-    tries = []
-    for _ in range(3):
-        with tempfile.TemporaryDirectory() as folder:
-            copy_scripts(folder, as_setting(knobs))
-            try:
-                record = run_training(folder, seconds, {"SEED": seed}).record
-            except RunError as failure:
-                return {"val_bpb": None, "integrity": str(failure), "num_steps": 0}
-        tries.append({key: record[key] for key in ("val_bpb", "integrity", "num_steps")})
-        if record["integrity"] == "ok":
-            return tries[-1]
-    return max(tries, key=lambda one: one["num_steps"])
+    """What a run gave."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_scripts(folder, as_setting(knobs))
+        try:
+            record = best_of_three(lambda: run_training(folder, seconds, {"SEED": seed}))
+        except RunError as failure:
+            record = {"val_bpb": None, "integrity": str(failure), "num_steps": 0}
+    return {key: record[key] for key in ("val_bpb", "integrity", "num_steps")}
 
 
 class Search:

@@ -1,0 +1,96 @@
+"""
+What a night gained: its commits trained again in clean copies, at seeds that it never used.
+
+    uv run benchmarks/audit.py CLONE                        # baseline and last keep, three seeds
+    uv run benchmarks/audit.py CLONE --keeps --seeds 300    # each keep beside the one before it
+
+CLONE is the folder of the night, with results.tsv. Each run is `prepare.py --rerun` there, and a
+line of JSON in the folder's audit.jsonl: an audit that was cut off goes on from there. A gain is
+what val_bpb fell by since the commit in the row above; the standard error is that of the mean over
+the seeds.
+"""
+
+import argparse
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+from benchmarks.common import RunError, best_of_three, print_header, print_row, run_training
+
+import numpy as np
+
+SHOWN = ("seed", "commit", "val_bpb", "num_steps", "tokens_per_second", "integrity")  # of a record
+
+
+def kept_commits(log):
+    """The commits that results.tsv keeps, in their order, the baseline's first."""
+    rows = [line.split("\t") for line in log.read_text().splitlines()]
+    return list(dict.fromkeys(row[0] for row in rows if len(row) >= 5 and row[3] == "keep"))
+
+
+def rerun(folder, commit, seed, seconds):
+    """What SHOWN says of the commit's run at that seed."""
+    try:
+        record = best_of_three(lambda: run_training(folder, seconds, {"SEED": seed}, commit))
+    except RunError as error:
+        record = {"val_bpb": math.nan, "num_steps": 0, "integrity": str(error)}
+    return {key: record.get(key) for key in SHOWN} | {"seed": seed, "commit": commit}
+
+
+def mean_gain(differences):
+    """(mean, its standard error) of the numbers; the error of a single one is NaN."""
+    count = len(differences)
+    error = np.std(differences, ddof=1) / math.sqrt(count) if count > 1 else math.nan
+    return float(np.mean(differences)), float(error)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("folder", type=Path, metavar="CLONE")
+    parser.add_argument("--keeps", action="store_true", help="all keeps, not only the last")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[200, 201, 202])
+    parser.add_argument("--seconds", type=float, default=300, help="budget of a run (300)")
+    args = parser.parse_args()
+    log = args.folder / "results.tsv"
+    if not log.is_file():
+        raise SystemExit(f"error: {log} does not exist; give the folder of a night.")
+    commits = kept_commits(log)
+    if len(commits) < 2:
+        raise SystemExit(f"error: {log} has no keep beside the baseline; there is nothing to show.")
+    if not args.keeps:
+        commits = [commits[0], commits[-1]]
+    done = {}
+    audit = args.folder / "audit.jsonl"
+    for line in audit.read_text().splitlines() if audit.exists() else []:
+        run = json.loads(line)
+        done[run["commit"], run["seed"]] = run
+    print_header("seed", "commit", "val_bpb", "gain", "ratio", "steps", "integrity")
+    scores = np.empty((len(args.seeds), len(commits)))
+    for i, seed in enumerate(args.seeds):
+        for j, commit in enumerate(commits):
+            run = done.get((commit, seed))
+            if run is None:
+                run = rerun(args.folder, commit, seed, args.seconds)
+                with open(audit, "a") as file:
+                    file.write(json.dumps(run) + "\n")
+            score = scores[i, j] = run["val_bpb"]
+            gain = ratio = ""
+            if j:
+                gain = f"{scores[i, j - 1] - score:.6f}"
+                ratio = f"{score / scores[i, j - 1]:.4f}"
+            columns = (f"{score:.6f}", gain, ratio, run["num_steps"], run["integrity"])
+            print_row(seed, commit, *columns)
+    print()
+    gains = []
+    for j, (before, commit) in enumerate(pairwise(commits)):
+        gain, error = mean_gain(scores[:, j] - scores[:, j + 1])
+        gains.append(gain)
+        print(f"gain of {commit} over {before}: {gain:.4f} +- {error:.4f}")
+    print(f"{sum(gain > 0 for gain in gains)} of {len(gains)} are better than the one before")
+
+
+if __name__ == "__main__":
+    main()
