@@ -535,8 +535,8 @@ def begin_run():
     if _run.files:
         return
     manifest = check_cache()
-    script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook or python -c
-    _run.train_sha256 = sha256(script) if script else "none"
+    script = getattr(sys.modules["__main__"], "__file__", "")  # none in a notebook, python -c or -
+    _run.train_sha256 = sha256(script) if os.path.isfile(script) else "none"
     _run.prepare_sha256 = sha256(__file__)
     _run.commit = current_commit()
     # Before the first tensor: otherwise a batch size that just fits may fail later.

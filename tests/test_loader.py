@@ -97,9 +97,13 @@ def test_the_ruler_works_under_python_c(cache, tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
-def test_the_loader_works_in_a_notebook(cache, fresh_run, monkeypatch):
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_the_loader_works_in_a_notebook_and_in_python_on_stdin(cache, fresh_run, monkeypatch, file):
     """Whose __main__ has no file either."""
-    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    main = types.ModuleType("__main__")
+    if file:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
     next(prepare.make_dataloader(None, 1, 64))
     assert fresh_run.train_sha256 == "none"
 
