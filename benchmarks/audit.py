@@ -13,12 +13,13 @@ the seeds.
 import argparse
 import json
 import math
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import RunError, best_of_three, print_header, print_row, run_training
+from benchmarks.common import RunError, print_header, print_row, run_training
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def kept_commits(log):
 def rerun(folder, commit, seed, seconds):
     """What SHOWN says of the commit's run at that seed."""
     try:
-        record = best_of_three(lambda: run_training(folder, seconds, {"SEED": seed}, commit))
+        record = run_training(folder, seconds, {"SEED": seed}, commit).record
     except RunError as error:
         record = {"val_bpb": math.nan, "num_steps": 0, "integrity": str(error)}
     return {key: record.get(key) for key in SHOWN} | {"seed": seed, "commit": commit}
@@ -52,7 +53,8 @@ def main():
     parser.add_argument("folder", type=Path, metavar="CLONE")
     parser.add_argument("--keeps", action="store_true", help="all keeps, not only the last")
     parser.add_argument("--seeds", type=int, nargs="+", default=[200, 201, 202])
-    parser.add_argument("--seconds", type=float, default=300, help="budget of a run (300)")
+    budget = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
+    parser.add_argument("--seconds", type=float, default=budget, help="budget of a run")
     args = parser.parse_args()
     log = args.folder / "results.tsv"
     if not log.is_file():
@@ -84,12 +86,16 @@ def main():
             columns = (f"{score:.6f}", gain, ratio, run["num_steps"], run["integrity"])
             print_row(seed, commit, *columns)
     print()
-    gains = []
-    for j, (before, commit) in enumerate(pairwise(commits)):
-        gain, error = mean_gain(scores[:, j] - scores[:, j + 1])
-        gains.append(gain)
+    gains = scores[:, :-1] - scores[:, 1:]
+    if not args.keeps:
+        gain, error = mean_gain(gains[:, 0])
+        print(f"claim: gain {gain:.4f} +- {error:.4f}")
+        return
+    for (before, commit), own in zip(pairwise(commits), gains.T, strict=True):
+        gain, error = mean_gain(own)
         print(f"gain of {commit} over {before}: {gain:.4f} +- {error:.4f}")
-    print(f"{sum(gain > 0 for gain in gains)} of {len(gains)} are better than the one before")
+    better = np.count_nonzero(gains.mean(axis=0) > 0)
+    print(f"{better} of {len(commits) - 1} are better than the one before")
 
 
 if __name__ == "__main__":

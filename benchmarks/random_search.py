@@ -119,7 +119,7 @@ class Search:
         gain = -math.inf if val_bpb is None else self.number - val_bpb
         if gain <= rule.bar * self.sigma:
             return False
-        self.number -= rule.pull * gain
+        self.number = val_bpb + min(rule.back * gain, rule.most * self.sigma)
         self.incumbent = knobs
         return True
 

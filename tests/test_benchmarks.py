@@ -188,7 +188,7 @@ def test_edits_are_timed_one_after_another(call, cache, monkeypatch):
 
 def test_random_search_judges_as_program_md_does_and_goes_on(call, tmp_path, monkeypatch):
     settings = []
-    scores = [0.92, 0.90, 0.89, 0.89, 0.88, 0.95, None, 0.8]
+    scores = [0.92, 0.90, 0.89, 0.895, 0.88, 0.95, None, 0.8]
 
     def run(knobs, seconds, seed):
         settings.append(random_search.as_setting(knobs))
@@ -198,13 +198,14 @@ def test_random_search_judges_as_program_md_does_and_goes_on(call, tmp_path, mon
     monkeypatch.setattr(random_search, "run", run)
     rows, out = call(random_search, tmp_path, "--ideas", 3)
     sigma = 0.02 / math.sqrt(2)
-    assert rows["1"][2:4] == ["yes", "0.896000"]  # 0.91 - 0.7 * 0.02
-    assert rows["2"][2:4] == ["", "0.896000"]  # 0.006 is less than half a sigma
-    assert rows["3"][2:4] == ["yes", "0.884800"]
+    assert rows["1"][2:4] == ["yes", "0.900000"]  # 0.89 + 0.5 * 0.02
+    assert rows["2"][2:4] == ["", "0.900000"]  # 0.005 is less than half a sigma
+    assert rows["3"][2:4] == ["yes", "0.890000"]
     assert f"sigma {sigma:.6f}" in out and len(settings) == 5
     again, _ = call(random_search, tmp_path, "--ideas", 6)
     assert len(settings) == 8 and {idea: again[idea] for idea in rows} == rows
     assert [again[str(i)][2] for i in (4, 5, 6)] == ["", "", "yes"]
+    assert again["6"][3] == f"{0.8 + sigma:.6f}"  # half of the gain would be 0.045
     for kept, idea in (("1", "2"), ("1", "3"), ("3", "4")):
         changed = set(again[idea][-1].split()) ^ set(again[kept][-1].split())
         knobs = {item.partition("=")[0] for item in changed}
@@ -263,12 +264,11 @@ def test_audit_trains_baseline_and_last_keep_in_turn_and_goes_on(call, night):
     _, out = call(audit, night, "--seconds", 5, "--seeds", 200, 201)
     runs = [f"--rerun {commit} {seed} 5.0" for seed in (200, 201) for commit in ("base", "best")]
     assert (night / "calls").read_text().splitlines() == runs
-    assert "gain of best over base: 0.0350 +- 0.0050" in out  # of 0.03 and 0.04
-    assert "1 of 1 are better" in out
+    assert out.endswith("\nclaim: gain 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
     assert "| 201 | best | 0.860000 | 0.040000 | 0.9556 | 7 | ok |" in out
     _, out = call(audit, night, "--seconds", 5)
     assert len((night / "calls").read_text().splitlines()) == 6  # seed 202 was added
-    assert "gain of best over base: 0.0400 +- 0.0058" in out
+    assert "claim: gain 0.0400 +- 0.0058" in out
 
 
 def test_audit_of_each_keep(call, night):
