@@ -398,14 +398,16 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     """Returns what Muon subtracts from a stack p [K, rows, cols]: Nesterov momentum, orthogonal;
     then NorMuon (arXiv 2510.05491), which divides the update by a running second moment per row or
     column and keeps its norm; then cautious weight decay, where update and weight have one sign."""
-    exp_avg.mul_(momentum).add_(grad * (1 - momentum))
-    update = orthogonalise(grad * (1 - momentum) + exp_avg * momentum, dtype).float()
-    size = update.norm(dim=(-2, -1), keepdim=True)
     rows, cols = p.shape[-2:]
     shorter = -1 if rows >= cols else -2
-    exp_avg_sq.mul_(beta2).add_(update.square().mean(shorter, keepdim=True) * (1 - beta2))
-    update = update * exp_avg_sq.clamp_min(eps).rsqrt()
-    update = update * (size / update.norm(dim=(-2, -1), keepdim=True).clamp_min(eps))
+    exp_avg.lerp_(grad, 1 - momentum)
+    update = orthogonalise(grad.lerp(exp_avg, momentum), dtype).float()
+    square = update.square().mean(shorter, keepdim=True)  # what the norms follow from
+    exp_avg_sq.lerp_(square, 1 - beta2)
+    scale = exp_avg_sq.clamp_min(eps).rsqrt()
+    before = square.mean((-2, -1), keepdim=True)
+    after = (square * scale.square()).mean((-2, -1), keepdim=True)
+    update = update * (scale * (before / after.clamp_min(eps)).sqrt())
     update = update + decay * p * (update * p >= 0)
     return lr * max(1, rows / cols) ** 0.5 * update
 
