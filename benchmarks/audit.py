@@ -5,8 +5,8 @@ What a night gained: its commits trained again in clean copies, at seeds that it
     uv run benchmarks/audit.py CLONE --keeps --seeds 300    # each keep beside the one before it
 
 CLONE is the folder of the night, with results.tsv. Each run is `prepare.py --rerun` there, and a
-line of JSON in the folder's audit.jsonl: an audit that was cut off goes on from there. A gain is
-what val_bpb fell by since the commit in the row above; the standard error is that of the mean over
+line of JSON in the folder's audit.jsonl: an audit that was cut off goes on from there, and tries
+again what had no score. A gain is what val_bpb fell by since the commit in the row above; the standard error is that of the mean over
 the seeds.
 """
 
@@ -68,7 +68,8 @@ def main():
     audit = args.folder / "audit.jsonl"
     for line in audit.read_text().splitlines() if audit.exists() else []:
         run = json.loads(line)
-        done[run["commit"], run["seed"]] = run
+        if not math.isnan(run["val_bpb"]):
+            done[run["commit"], run["seed"]] = run
     print_header("seed", "commit", "val_bpb", "gain", "ratio", "steps", "integrity")
     scores = np.empty((len(args.seeds), len(commits)))
     for i, seed in enumerate(args.seeds):

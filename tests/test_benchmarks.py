@@ -284,6 +284,12 @@ def test_audit_shows_why_a_commit_has_no_score(call, night):
     _, out = call(audit, night, "--keeps", "--seeds", 200)
     assert "| 200 | broken | nan | nan | nan | 0 | exit 1: error: it cannot be trained |" in out
     assert "0 of 2 are better" in out
+    script = night / "prepare.py"  # memory was short, and is there again
+    script.write_text(script.read_text().replace("commit == 'broken'", "False"))
+    script.write_text(script.read_text().replace("'worse'", "'broken'"))
+    _, out = call(audit, night, "--keeps", "--seeds", 200)
+    assert "| 200 | broken | 0.910000 |" in out
+    assert len((night / "calls").read_text().splitlines()) == 3  # what had a score, only once
 
 
 @pytest.mark.parametrize("keeps", [0, 2])

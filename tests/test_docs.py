@@ -43,7 +43,7 @@ def test_every_key_is_documented_and_every_quoted_one_exists():
     assert set(prepare.KEYS) <= set(re.findall(r"`(\w+)`", tables))
     # Beside keys: the block itself, train.py, stop.
     printed = [*prepare.KEYS, "run", "out of memory", "by free memory", "continuing", "warning"]
-    printed += ["exit", "FAIL", "error"]
+    printed += ["claim", "exit", "FAIL", "error"]
     for word in re.search(r"grep -E '\^\((.*?)\)'", PROGRAM)[1].split("|"):
         assert any(re.match(word, f"{name}: x") for name in printed), word
 
@@ -237,11 +237,14 @@ def test_resume_prints_little_and_finds_what_counts(night):
     lines = [line for kind, text in blocks if not kind for line in text.splitlines()]
     assert any(line.startswith("incumbent: ") for line in lines)
     lines += ["near: none", "near: d4e5f6a rotary", "nonlinear: x", "near: e5f6a7b wider"]
+    lines += ["try 1 a1b2c3d seed 42: 0.9105"]
+    (night.repo / "steer.md").write_text("more depth\n")
     with open(night.repo / "journal.md", "a") as journal:
         journal.write("\n".join([*lines, "x" * 300]) + "\n")
     out = night.shell(block("pgrep"))
     assert len(out) < 4000 and "exit 0" in out
-    for words in ("sigma: 0.0020", "a1b2c3d 0.9110 weight 2", "review 1 gave 0.9112"):
+    found = ("sigma: 0.0020", "a1b2c3d 0.9110 weight 2", "review 1 gave 0.9112", "try 1 a1b2c3d")
+    for words in (*found, "more depth"):
         assert words in out, words
     assert "near: d4e5f6a rotary\nnear: e5f6a7b wider\n" in out
     assert "rotary base" not in out  # it was tried
