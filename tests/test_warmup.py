@@ -48,7 +48,8 @@ def test_warm_up_leaves_no_trace(small_run):
     small_run.eval()
     _, optimizer, rows = train.warm_up(small_run, torch.float32)
     assert rows == 4
-    assert optimizer.steps == 0
+    counts = [step for group in optimizer.param_groups for step in group.get("steps", [])]
+    assert counts and not any(counts)
     for group in optimizer.param_groups:
         for state in (*group["exp_avg"], *group["exp_avg_sq"]):
             assert not state.any()
@@ -265,7 +266,6 @@ def test_compile_off_compiles_nothing(small_run, monkeypatch):
     model, optimizer, _ = train.warm_up(small_run, torch.float32)
     assert compiler.given == []
     assert model is small_run
-    assert optimizer.adamw_update is train.adamw_update
     assert optimizer.muon_update is train.muon_update
 
 
