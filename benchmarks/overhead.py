@@ -62,7 +62,7 @@ EDITS = {  # name: a setting of knobs, texts to replace
     "a learning rate": ("MATRIX_LR=0.05", {}),
     "an activation": ("", {"F.relu(": "F.silu("}),
     "a module": ("", GAIN),
-    "a width": ("ASPECT_RATIO=64", {}),
+    "a width": ("ASPECT_RATIO=80", {}),
     "a depth": ("DEPTH=5", {}),
 }
 
