@@ -29,6 +29,12 @@ def test_micro_batches_add_up_to_the_batch():
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-3)
 
 
+def steps_taken(optimizer):
+    """As each tensor of AdamW counts them."""
+    [count] = {int(step) for group in optimizer.param_groups for step in group.get("steps", [])}
+    return count
+
+
 def test_a_step_takes_its_batches_and_no_more():
     model = build(tiny())
     x = tokens(model.config)
@@ -36,7 +42,7 @@ def test_a_step_takes_its_batches_and_no_more():
     optimizer = build_optimizer(model)
     loss, epoch = train.train_step(model, optimizer, batches, 2)
     assert epoch == 4
-    assert optimizer.steps == 1
+    assert steps_taken(optimizer) == 1
     assert len(list(batches)) == 1
     assert loss.shape == ()
     assert not loss.requires_grad
@@ -104,7 +110,7 @@ def train_by(monkeypatch, clock, micro_batches=1):
     model = build(tiny(), scramble=False)
     optimizer = build_optimizer(model)
     steps = train.train(model, optimizer, clock.batches(), micro_batches, 1.5)
-    assert optimizer.steps == steps == len(losses)
+    assert steps_taken(optimizer) == steps == len(losses)
     return steps, losses
 
 
