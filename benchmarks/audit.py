@@ -6,24 +6,24 @@ What a night gained: its commits trained again in clean copies, at seeds that it
 
 CLONE is the folder of the night, with results.tsv. Each run is `prepare.py --rerun` there, and a
 line of JSON in the folder's audit.jsonl: an audit that was cut off goes on from there, and tries
-again what had no score. A gain is what val_bpb fell by since the commit in the row above; the standard error is that of the mean over
-the seeds.
+again what had no score. A gain is what val_bpb fell by since the commit in the row above; the
+standard error is that of the mean over the seeds.
 """
 
 import argparse
 import json
 import math
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 from benchmarks.common import RunError, print_header, print_row, run_training
+from prepare import TIME_BUDGET
 
 import numpy as np
 
-SHOWN = ("seed", "commit", "val_bpb", "num_steps", "tokens_per_second", "integrity")  # of a record
+SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "integrity")  # of a record
 
 
 def kept_commits(log):
@@ -53,8 +53,7 @@ def main():
     parser.add_argument("folder", type=Path, metavar="CLONE")
     parser.add_argument("--keeps", action="store_true", help="all keeps, not only the last")
     parser.add_argument("--seeds", type=int, nargs="+", default=[200, 201, 202])
-    budget = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
-    parser.add_argument("--seconds", type=float, default=budget, help="budget of a run")
+    parser.add_argument("--seconds", type=float, default=TIME_BUDGET, help="budget of a run")
     args = parser.parse_args()
     log = args.folder / "results.tsv"
     if not log.is_file():

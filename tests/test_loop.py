@@ -3,7 +3,7 @@
 import math
 
 import train
-from tests.tiny import build, build_optimizer, set_knobs, take_steps, tiny, tokens
+from tests.tiny import build, build_optimizer, set_knobs, steps_taken, take_steps, tiny, tokens
 
 import pytest
 import torch
@@ -27,12 +27,6 @@ def test_micro_batches_add_up_to_the_batch():
         loss, _ = train.train_step(model, optimizer, batches, split)
         results.append((loss, torch.cat([p.detach().flatten() for p in model.parameters()])))
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-3)
-
-
-def steps_taken(optimizer):
-    """As each tensor of AdamW counts them."""
-    [count] = {int(step) for group in optimizer.param_groups for step in group.get("steps", [])}
-    return count
 
 
 def test_a_step_takes_its_batches_and_no_more():

@@ -3,7 +3,16 @@
 import itertools
 
 import train
-from tests.tiny import build, build_optimizer, set_knobs, snapshot, take_steps, tiny, tokens
+from tests.tiny import (
+    build,
+    build_optimizer,
+    set_knobs,
+    snapshot,
+    steps_taken,
+    take_steps,
+    tiny,
+    tokens,
+)
 
 import pytest
 import torch
@@ -304,6 +313,7 @@ def test_a_step_clears_the_gradients():
     assert all(p.grad is not None for p in model.parameters())
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())
+    assert steps_taken(optimizer) == 1
 
 
 def test_the_compiler_is_applied_to_muons_update_and_nothing_recompiles():
