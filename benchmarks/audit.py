@@ -33,12 +33,55 @@ def kept_commits(log):
 
 
 def rerun(folder, commit, seed, seconds):
-    """What SHOWN says of the commit's run at that seed."""
+    """The line of audit.jsonl on a new run of the commit at that seed."""
     try:
         record = run_training(folder, seconds, {"SEED": seed}, commit).record
     except RunError as error:
         record = {"val_bpb": math.nan, "num_steps": 0, "integrity": str(error)}
-    return {key: record.get(key) for key in SHOWN} | {"seed": seed, "commit": commit}
+    shown = {key: record.get(key) for key in SHOWN}
+    return shown | {"seed": seed, "commit": commit, "seconds": seconds}
+
+
+class Runs:
+    """What a folder's audit.jsonl holds; what it does not hold is trained, and added."""
+
+    def __init__(self, folder, seconds):
+        self.folder = folder
+        self.seconds = seconds
+        self.path = folder / "audit.jsonl"
+        self.done = {}
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        for line in lines:
+            run = json.loads(line)
+            if not math.isnan(run["val_bpb"]):
+                self.done[run["commit"], run["seed"], run["seconds"]] = run
+
+    def get(self, commit, seed):
+        run = self.done.get((commit, seed, self.seconds))
+        if run is None:
+            run = rerun(self.folder, commit, seed, self.seconds)
+            with open(self.path, "a") as file:
+                file.write(json.dumps(run) + "\n")
+        return run
+
+
+def train_in_turn(commits, seeds, runs):
+    """Trains all commits at one seed, then at the next, and prints a row for each run. Returns
+    their val_bpb, [seeds, commits]."""
+    print_header("seed", "commit", "val_bpb", "gain", "ratio", "steps", "integrity")
+    scores = np.empty((len(seeds), len(commits)))
+    for i, seed in enumerate(seeds):
+        for j, commit in enumerate(commits):
+            run = runs.get(commit, seed)
+            score = scores[i, j] = run["val_bpb"]
+            gain = ratio = ""
+            if j:
+                gain = f"{scores[i, j - 1] - score:.6f}"
+                ratio = f"{score / scores[i, j - 1]:.4f}"
+            columns = (f"{score:.6f}", gain, ratio, run["num_steps"], run["integrity"])
+            print_row(seed, commit, *columns)
+    print()
+    return scores
 
 
 def mean_gain(differences):
@@ -63,29 +106,7 @@ def main():
         raise SystemExit(f"error: {log} has no keep beside the baseline; there is nothing to show.")
     if not args.keeps:
         commits = [commits[0], commits[-1]]
-    done = {}
-    audit = args.folder / "audit.jsonl"
-    for line in audit.read_text().splitlines() if audit.exists() else []:
-        run = json.loads(line)
-        if not math.isnan(run["val_bpb"]):
-            done[run["commit"], run["seed"]] = run
-    print_header("seed", "commit", "val_bpb", "gain", "ratio", "steps", "integrity")
-    scores = np.empty((len(args.seeds), len(commits)))
-    for i, seed in enumerate(args.seeds):
-        for j, commit in enumerate(commits):
-            run = done.get((commit, seed))
-            if run is None:
-                run = rerun(args.folder, commit, seed, args.seconds)
-                with open(audit, "a") as file:
-                    file.write(json.dumps(run) + "\n")
-            score = scores[i, j] = run["val_bpb"]
-            gain = ratio = ""
-            if j:
-                gain = f"{scores[i, j - 1] - score:.6f}"
-                ratio = f"{score / scores[i, j - 1]:.4f}"
-            columns = (f"{score:.6f}", gain, ratio, run["num_steps"], run["integrity"])
-            print_row(seed, commit, *columns)
-    print()
+    scores = train_in_turn(commits, args.seeds, Runs(args.folder, args.seconds))
     gains = scores[:, :-1] - scores[:, 1:]
     if not args.keeps:
         gain, error = mean_gain(gains[:, 0])

@@ -87,17 +87,6 @@ def run_training(folder, budget, environment=None, commit=None):
         return Finished(json.loads(records[0].read_text()), seconds)
 
 
-def best_of_three(run):
-    """The record of what `run()` returns, Finished: the first that is ok, or of three that are not
-    the one with the most steps. Raises RunError."""
-    tries = []
-    for _ in range(3):
-        tries.append(run().record)
-        if tries[-1]["integrity"] == "ok":
-            return tries[-1]
-    return max(tries, key=lambda record: record["num_steps"])
-
-
 # ---- Knobs ----
 def substitute(source, setting):
     """The source of train.py with the knobs of a setting, "KNOB=value KNOB=value", changed as an

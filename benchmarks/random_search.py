@@ -18,14 +18,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import (
-    RunError,
-    best_of_three,
-    copy_scripts,
-    print_header,
-    print_row,
-    run_training,
-)
+from benchmarks.common import RunError, copy_scripts, print_header, print_row, run_training
 from benchmarks.protocol import Rule
 
 import numpy as np
@@ -83,6 +76,17 @@ def as_setting(knobs):
     if "TOTAL_BATCH_SIZE" in knobs:
         items.append(f"DEVICE_BATCH_SIZE={min(8, knobs['TOTAL_BATCH_SIZE'] // TOKENS_PER_ROW)}")
     return " ".join(items)
+
+
+def best_of_three(run):
+    """The record of what `run()` returns, Finished: the first that is ok, or of three that are not
+    the one with the most steps. Raises RunError."""
+    tries = []
+    for _ in range(3):
+        tries.append(run().record)
+        if tries[-1]["integrity"] == "ok":
+            return tries[-1]
+    return max(tries, key=lambda record: record["num_steps"])
 
 
 def run(knobs, seconds, seed):

@@ -269,6 +269,8 @@ def test_audit_trains_baseline_and_last_keep_in_turn_and_goes_on(call, night):
     _, out = call(audit, night, "--seconds", 5)
     assert len((night / "calls").read_text().splitlines()) == 6  # seed 202 was added
     assert "claim: gain 0.0400 +- 0.0058" in out
+    call(audit, night, "--seconds", 6)  # runs of another budget, which are none of these
+    assert len((night / "calls").read_text().splitlines()) == 12
 
 
 def test_audit_of_each_keep(call, night):
@@ -308,8 +310,8 @@ def test_of_three_flagged_runs_the_one_with_the_most_steps_counts():
     runs = [("slow", 5), ("slow", 9), ("slow", 7), ("ok", 1)]
     records = [{"integrity": flag, "num_steps": steps} for flag, steps in runs]
     finished = (common.Finished(record, 0) for record in records)
-    assert common.best_of_three(lambda: next(finished)) == records[1]
-    assert common.best_of_three(lambda: next(finished)) == records[3]
+    assert random_search.best_of_three(lambda: next(finished)) == records[1]
+    assert random_search.best_of_three(lambda: next(finished)) == records[3]
 
 
 def test_preparation(corpus):
