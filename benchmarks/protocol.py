@@ -62,6 +62,7 @@ NIGHTS = {
     "small": SMALL,
     "H100, drift": replace(H100, drift=1.0, visible_drift=2.0),
     "small, drift": replace(SMALL, drift=20, visible_drift=20),
+    "small, shared": replace(SMALL, drift=60, visible_drift=50, drift_runs=8),
 }  # fmt: skip
 LEAST_SIGMA = 0.5
 INTERACTION = 0.3  # of near misses tried together: noise, as a share of the root of their squares
@@ -234,13 +235,15 @@ class Rule:
     review: int = 10  # ideas between two re-runs of the incumbent
     cap: float = 4  # runs that the number counts for in a review
     long_bar: float = 1.0  # instead of `bar`, of a change that adds lines
+    pair: bool = True  # the incumbent runs again where a visible drift may have made the verdict
     at_42: bool = False  # the number begins as the baseline's run at seed 42, not as the mean
     price: bool = False  # whether a keep that adds lines and gives nothing costs a later run
 
 
 def program(nights, rule):
     """One run per idea at seed 42, a small bar, a number that is pulled back for luck, near misses
-    by fours, one re-run of the incumbent at a fresh seed per review."""
+    by fours, one re-run of the incumbent at a fresh seed per review, and one at seed 42 where the
+    machine's speed may have made a verdict."""
     p = Progress(nights)
     seen = [nights.run(t, p.code, 42 + t, p.truth) for t in range(rule.baselines)]
     sigma = np.maximum(np.std(seen, axis=0, ddof=1), LEAST_SIGMA)
@@ -250,10 +253,14 @@ def program(nights, rule):
     misses = np.zeros((rule.together, count))  # their effects
     missed = np.zeros(count, dtype=np.int64)
     due = np.zeros(count, dtype=bool)
+    drift = nights.drift[: rule.baselines].mean(axis=0)  # when the incumbent's number was measured
+    held = np.full(count, np.nan)  # an idea's score that waits for another run of the incumbent,
+    held_drift = np.zeros(count)  # and the drift of that
     reviews = 0 * missed
     for t in range(rule.baselines, nights.night.runs):
-        paying = rule.price & (p.debt > 0)
-        review = due & ~paying
+        again = ~np.isnan(held)
+        paying = rule.price & (p.debt > 0) & ~again
+        review = due & ~paying & ~again
         batch = (missed == rule.together) & ~review & ~paying
         idea = ~(paying | review | batch)
         long = nights.uniform("lines", p.ideas) < LINES
@@ -263,17 +270,33 @@ def program(nights, rule):
         effect = np.where(batch, together, effect)
         truth = p.truth + effect
         own_code = np.where(batch, 10_000 + p.ideas, p.ideas + 1)
-        code = np.where(review, p.code, own_code)
-        seen = nights.run(t, code, np.where(review, 100 + reviews, 42), truth)
+        code = np.where(review | again, p.code, own_code)
+        seed = np.where(review, 100 + reviews, 42)
+        shown = nights.run(t, code, seed, np.where(again, p.truth, truth))
 
+        number = np.where(again, shown, number)
+        weight = np.where(again, 1.0, weight)
+        drift = np.where(again, nights.drift[t], drift)
+        seen = np.where(again, held, shown)
+        own_drift = np.where(again, held_drift, nights.drift[t])
         gain = (number - seen) / sigma
         bar = np.where(idea & long, rule.long_bar, rule.bar)
         good = (idea | batch) & (gain > bar)
+        # Slower, and not kept; or faster, and kept: perhaps it was the machine.
+        slower = own_drift - drift
+        doubtful = np.where(good, -slower, slower) > nights.night.visible_drift
+        wait = rule.pair & (idea | batch) & ~again & doubtful
+        held = np.where(wait, seen, np.nan)
+        held_drift = own_drift
+        idea &= ~wait
+        batch &= ~wait
+        good &= ~wait
         near = idea & ~good & (gain > -rule.near)
-        p.keep(good, truth, code, long & ~batch)
+        p.keep(good, truth, code=own_code, long=long & ~batch)
         luck = np.minimum(rule.back * (number - seen), rule.most * sigma)
         number = np.where(good, seen + luck, number)
         weight = np.where(good, 1.0, weight)
+        drift = np.where(good, own_drift, drift)
         misses = np.where(batch, 0, misses)
         missed = np.where(batch, 0, missed)
         for i in range(rule.together):
@@ -281,7 +304,7 @@ def program(nights, rule):
         missed = np.minimum(missed + near, rule.together)
 
         capped = np.minimum(weight, rule.cap)
-        averaged = (number * capped + seen) / (capped + 1)
+        averaged = (number * capped + shown) / (capped + 1)
         number = np.where(review, averaged, number)
         weight = np.where(review, capped + 1, weight)
         reviews += review
@@ -313,6 +336,7 @@ RULES = {
     "the same, incumbent run again after ten ideas": partial(reference, rerun_every=10),
     "first version: two seeds, one sigma": first_version,
     "program.md": partial(program, rule=Rule()),
+    "the same, but the incumbent never for another speed": partial(program, rule=Rule(pair=False)),
     "an oracle": oracle,
 }
 PROGRAM = "program.md"

@@ -257,6 +257,7 @@ def test_the_example_is_right():
     assert (rule.baselines, rule.bar, rule.long_bar) == (2, 0.5, 1.0)
     assert (rule.back, rule.most) == (0.5, 1.0)
     assert (rule.near, rule.together, rule.review, rule.cap) == (0.5, 4, 10, 4)
+    assert rule.pair == ("**Another speed.**" in PROGRAM)
     number, score, sigma = 0.9120, 0.9096, 0.0020
     assert f"sigma is {sigma:.4f}, the incumbent's number {number:.4f}" in PROGRAM
     gain = number - score
