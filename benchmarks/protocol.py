@@ -254,8 +254,7 @@ def program(nights, rule):
     missed = np.zeros(count, dtype=np.int64)
     due = np.zeros(count, dtype=bool)
     drift = nights.drift[: rule.baselines].mean(axis=0)  # when the incumbent's number was measured
-    held = np.full(count, np.nan)  # an idea's score that waits for another run of the incumbent,
-    held_drift = np.zeros(count)  # and the drift of that
+    held = np.full(count, np.nan)  # the last run's score, where the incumbent runs again beside it
     reviews = 0 * missed
     for t in range(rule.baselines, nights.night.runs):
         again = ~np.isnan(held)
@@ -278,7 +277,7 @@ def program(nights, rule):
         weight = np.where(again, 1.0, weight)
         drift = np.where(again, nights.drift[t], drift)
         seen = np.where(again, held, shown)
-        own_drift = np.where(again, held_drift, nights.drift[t])
+        own_drift = np.where(again, nights.drift[t - 1], nights.drift[t])
         gain = (number - seen) / sigma
         bar = np.where(idea & long, rule.long_bar, rule.bar)
         good = (idea | batch) & (gain > bar)
@@ -287,12 +286,11 @@ def program(nights, rule):
         doubtful = np.where(good, -slower, slower) > nights.night.visible_drift
         wait = rule.pair & (idea | batch) & ~again & doubtful
         held = np.where(wait, seen, np.nan)
-        held_drift = own_drift
         idea &= ~wait
         batch &= ~wait
         good &= ~wait
         near = idea & ~good & (gain > -rule.near)
-        p.keep(good, truth, code=own_code, long=long & ~batch)
+        p.keep(good, truth, own_code, long & ~batch)
         luck = np.minimum(rule.back * (number - seen), rule.most * sigma)
         number = np.where(good, seen + luck, number)
         weight = np.where(good, 1.0, weight)
