@@ -1,7 +1,8 @@
-"""What several benchmarks share: knobs changed in a source text, whole runs in a folder, tables."""
+"""What several benchmarks share: whole runs in a folder, changed knobs, tokens, tables."""
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -114,6 +115,15 @@ def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
         source = source.replace(old, new)
     (folder / "train.py").write_text(source)
     (folder / "prepare.py").write_bytes(script.with_name("prepare.py").read_bytes())
+
+
+# ---- Tokens ----
+def random_tokens(vocab_size, shape, device):
+    """int64 of that shape. Token i has a share of about 1 / (i + 1) (Zipf's law): as in a text a few
+    are frequent, and where a token repeats, the gradient of its embedding takes longer to add up."""
+    import torch
+
+    return torch.rand(shape, device=device).mul(math.log(vocab_size)).exp().long() - 1
 
 
 # ---- Tables ----

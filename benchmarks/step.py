@@ -34,6 +34,7 @@ from benchmarks.common import (
     last_words,
     print_header,
     print_row,
+    random_tokens,
     run_training,
 )
 
@@ -138,11 +139,9 @@ def build(levers, setting, memory_gb=None):
 
 
 def random_batches(subject):
-    import torch
-
-    train = subject.train
-    shape = (2, subject.rows, train.MAX_SEQ_LEN)
-    inputs, targets = torch.randint(subject.model.config.vocab_size, shape, device=subject.device)
+    shape = (2, subject.rows, subject.train.MAX_SEQ_LEN)
+    vocab_size = subject.model.config.vocab_size
+    inputs, targets = random_tokens(vocab_size, shape, subject.device)
     while True:
         yield inputs, targets, 0
 

@@ -7,7 +7,8 @@ Steps of several train.py in turn, in one process: what a change does to the spe
 An argument is a folder with a prepare.py and a train.py, and settings of its knobs. The speed of a
 shared machine changes from one run to the next, often by more than a change is worth. Two steps
 that follow each other meet the same machine: the ratio is the median over such pairs, beside the
-first argument. Random tokens, no loader, no cache needed. benchmarks/pairs.py compares whole runs.
+first argument. The tokens are random, some as frequent as in a text: no loader, no cache needed.
+benchmarks/pairs.py compares whole runs.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import print_header, print_row
+from benchmarks.common import print_header, print_row, random_tokens
 
 import torch
 
@@ -97,7 +98,7 @@ def take_step(subject):
     backward = 0.0
     for _ in range(subject.micro_batches):
         shape = (2, subject.rows, subject.train.MAX_SEQ_LEN)
-        inputs, targets = torch.randint(vocab_size, shape, device=device)
+        inputs, targets = random_tokens(vocab_size, shape, device)
         begun = now(device)
         loss = subject.model(inputs, targets) / subject.micro_batches
         middle = now(device)
@@ -128,10 +129,12 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    subjects = [build(argument) for argument in args.subjects]
-    for subject in subjects:
-        for _ in range(UNCOUNTED):
+    subjects = []
+    for argument in args.subjects:
+        subject = build(argument)
+        for _ in range(UNCOUNTED):  # before the next import, which may change torch's settings
             take_step(subject)
+        subjects.append(subject)
     for _ in range(args.steps):
         for subject in subjects:
             subject.seconds.append(take_step(subject))
