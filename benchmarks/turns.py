@@ -7,8 +7,8 @@ Steps of several train.py in turn, in one process: what a change does to the spe
 An argument is a folder with a prepare.py and a train.py, and settings of its knobs. The speed of a
 shared machine changes from one run to the next, often by more than a change is worth. Two steps
 that follow each other meet the same machine: the ratio is the median over such pairs, beside the
-first argument. The tokens are random, some as frequent as in a text: no loader, no cache needed.
-benchmarks/pairs.py compares whole runs.
+first argument. The tokens are random, a few of them frequent, as in a text. No loader and no cache
+are needed. benchmarks/pairs.py compares whole runs.
 """
 
 import argparse
