@@ -114,7 +114,8 @@ def main():
         return
     for (before, commit), own in zip(pairwise(commits), gains.T, strict=True):
         gain, error = mean_gain(own)
-        print(f"gain of {commit} over {before}: {gain:.4f} +- {error:.4f}")
+        spread = f" +- {error:.4f}" if len(own) > 1 else ""
+        print(f"gain of {commit} over {before}: {gain:.4f}{spread}")
     better = np.count_nonzero(gains.mean(axis=0) > 0)
     print(f"{better} of {len(commits) - 1} are better than the one before")
 
