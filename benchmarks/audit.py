@@ -85,10 +85,12 @@ def train_in_turn(commits, seeds, runs):
 
 
 def mean_gain(differences):
-    """(mean, its standard error) of the numbers; the error of a single one is NaN."""
-    count = len(differences)
-    error = np.std(differences, ddof=1) / math.sqrt(count) if count > 1 else math.nan
-    return float(np.mean(differences)), float(error)
+    """The mean of the numbers as text, with its standard error if there is more than one."""
+    text = f"{np.mean(differences):.4f}"
+    if len(differences) > 1:
+        error = np.std(differences, ddof=1) / math.sqrt(len(differences))
+        text += f" +- {error:.4f}"
+    return text
 
 
 def main():
@@ -109,13 +111,10 @@ def main():
     scores = train_in_turn(commits, args.seeds, Runs(args.folder, args.seconds))
     gains = scores[:, :-1] - scores[:, 1:]
     if not args.keeps:
-        gain, error = mean_gain(gains[:, 0])
-        print(f"claim: gain {gain:.4f} +- {error:.4f}")
+        print(f"claim: gain {mean_gain(gains[:, 0])}")
         return
     for (before, commit), own in zip(pairwise(commits), gains.T, strict=True):
-        gain, error = mean_gain(own)
-        spread = f" +- {error:.4f}" if len(own) > 1 else ""
-        print(f"gain of {commit} over {before}: {gain:.4f}{spread}")
+        print(f"gain of {commit} over {before}: {mean_gain(own)}")
     better = np.count_nonzero(gains.mean(axis=0) > 0)
     print(f"{better} of {len(commits) - 1} are better than the one before")
 
