@@ -111,6 +111,9 @@ def main():
     scores = train_in_turn(commits, args.seeds, Runs(args.folder, args.seconds))
     gains = scores[:, :-1] - scores[:, 1:]
     if not args.keeps:
+        lost = np.count_nonzero(np.isnan(scores))
+        if lost:
+            raise SystemExit(f"error: {lost} of {scores.size} runs have no score; run this again.")
         print(f"claim: gain {mean_gain(gains[:, 0])}")
         return
     for (before, commit), own in zip(pairwise(commits), gains.T, strict=True):
