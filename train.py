@@ -518,17 +518,33 @@ def train_step(model, optimizer, batches, micro_batches):
     return total, epoch
 
 
+def read_later(loss):
+    """A function that waits for this loss and returns it as a float. On a GPU `loss.item()` would
+    wait for all that was queued by then, the next step too."""
+    if loss.device.type != "cuda":
+        return loss.item
+    copy = loss.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read():
+        copied.synchronize()
+        return copy.item()
+
+    return read
+
+
 def train(model, optimizer, batches, micro_batches, flops_per_token):
     """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number."""
-    # On a GPU each loss is read one step late, so that the GPU never waits for the reading.
+    # A GPU gets the next step while it works on this one: each loss is read one step late.
     late = 1 if torch.cuda.is_available() else 0
     unread = deque()
 
     def log_oldest():
-        step, loss, factor, epoch = unread.popleft()
+        step, read, factor, epoch = unread.popleft()
         log_step(
             step,
-            loss.item(),  # waits for that step
+            read(),
             tokens=TOTAL_BATCH_SIZE,
             flops_per_token=flops_per_token,
             lr_factor=factor,
@@ -543,7 +559,7 @@ def train(model, optimizer, batches, micro_batches, flops_per_token):
         set_schedules(optimizer, progress, step)
         loss, epoch = train_step(model, optimizer, batches, micro_batches)
         step += 1
-        unread.append((step, loss, lr_factor(progress), epoch))
+        unread.append((step, read_later(loss), lr_factor(progress), epoch))
         if len(unread) > late:
             log_oldest()
         # On a GPU this step is still running, so that two must fit: this one and the next.

@@ -1,6 +1,7 @@
 """train_step and train: what a step is made of, and when the last one is."""
 
 import math
+from functools import partial
 
 import train
 from tests.tiny import build, build_optimizer, set_knobs, steps_taken, take_steps, tiny, tokens
@@ -97,7 +98,7 @@ def train_by(monkeypatch, clock, micro_batches=1):
 
     def watched(*arguments):
         loss, epoch = step(*arguments)
-        losses.append(loss.item())
+        losses.append(loss)
         return loss, epoch
 
     set_knobs(monkeypatch, train_step=watched)
@@ -105,7 +106,7 @@ def train_by(monkeypatch, clock, micro_batches=1):
     optimizer = build_optimizer(model)
     steps = train.train(model, optimizer, clock.batches(), micro_batches, 1.5)
     assert steps_taken(optimizer) == steps == len(losses)
-    return steps, losses
+    return steps, [loss.item() for loss in losses]
 
 
 @pytest.mark.parametrize(
@@ -141,28 +142,83 @@ def test_the_schedules_follow_the_clock(monkeypatch, log):
     assert seen[1:] == [(0.0, 0), (0.3, 1), (0.6, 2)]  # the first comes from build_optimizer
 
 
-def test_a_gpu_reads_the_loss_a_step_late_and_stops_a_step_early(monkeypatch, log):
-    """When a step is handed to it, the one before may still be under way."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    steps, losses = train_by(monkeypatch, Clock(1))
-    assert steps == 9
-    assert log.steps == list(range(1, 10))
+class Gpu(Clock):
+    """A GPU that works off a queue: a step costs the CPU `launch` seconds and the GPU `cost`."""
+
+    def __init__(self, monkeypatch, launch, cost):
+        super().__init__(launch)
+        self.busy_until = self.now  # with all that is queued
+        self.idle = 0.0  # seconds between steps
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "Event", partial(GpuEvent, self))
+        step = train.train_step
+
+        def queued(*arguments):
+            loss, epoch = step(*arguments)
+            if epoch > 1:
+                self.idle += max(self.now - self.busy_until, 0)
+            self.busy_until = max(self.busy_until, self.now) + cost
+            return GpuLoss(self, loss), epoch
+
+        set_knobs(monkeypatch, train_step=queued)
+
+    def wait_until(self, moment):
+        self.now = max(self.now, moment)
+
+
+class GpuEvent:
+    def __init__(self, gpu):
+        self.gpu = gpu
+        self.moment = None
+
+    def record(self):
+        self.moment = self.gpu.busy_until
+
+    def synchronize(self):
+        self.gpu.wait_until(self.moment)
+
+
+class GpuLoss:
+    """A 0-D tensor on that GPU. Its copy is a plain one, but in use only once it has arrived."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, gpu, value):
+        self.gpu = gpu
+        self.value = value
+        self.ready = None
+
+    def to(self, device, non_blocking):
+        assert device == "cpu" and non_blocking
+        copy = GpuLoss(self.gpu, self.value)
+        copy.ready = self.gpu.busy_until
+        return copy
+
+    def item(self):
+        if self.ready is None:  # torch copies it then, behind all that is queued
+            self.gpu.wait_until(self.gpu.busy_until)
+        else:
+            assert self.gpu.now >= self.ready
+        return self.value.item()
+
+
+@pytest.mark.parametrize(("launch", "cost"), [(0.1, 1), (0.01, 0.3), (0.9, 1), (0.001, 0.25)])
+def test_a_gpu_never_waits_between_steps(monkeypatch, log, launch, cost):
+    """It gets a step before it is through with the one before. All of them are in time."""
+    gpu = Gpu(monkeypatch, launch, cost)
+    steps, losses = train_by(monkeypatch, gpu)
+    assert gpu.idle == 0
+    assert log.steps == list(range(1, steps + 1))
     assert log.losses == losses
     assert [others["epoch"] for others in log.others] == log.steps
+    assert 10 - 2.1 * cost < gpu.elapsed() <= 10
 
 
-def test_on_a_gpu_a_step_is_as_long_as_the_reading_of_its_loss(monkeypatch, log):
-    """A step is queued at once; what takes time is the reading, one step later."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    clock = Clock(0.01)
-
-    def wait(step, loss, **others):
-        clock.now += 1
-        log(step, loss, **others)
-
-    set_knobs(monkeypatch, log_step=wait)
-    steps, _ = train_by(monkeypatch, clock)
-    assert clock.elapsed() <= 10 and steps == len(log.steps) >= 8
+def test_a_gpu_that_is_faster_than_its_launches(monkeypatch, log):
+    gpu = Gpu(monkeypatch, launch=1, cost=0.1)
+    steps, losses = train_by(monkeypatch, gpu)
+    assert log.losses == losses
+    assert steps == 9 and gpu.elapsed() < 10
 
 
 def test_a_loader_of_ones_own_does_not_train_for_ever(fresh_run):
