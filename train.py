@@ -271,7 +271,7 @@ class GPT(nn.Module):
 # ---- Initialisation ----
 @torch.no_grad()
 def initialise(model, dtype, seed):
-    """Sets every parameter and buffer of a model; the embedding tables become `dtype`."""
+    """Sets every parameter and floating-point buffer; the embedding tables become `dtype`."""
     config = model.config
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -956,9 +956,8 @@ def run():
         check_compiler()
     backend, attend = choose_attention(device, dtype, config)
 
-    with torch.device("meta"):
+    with device:
         model = GPT(config, attend)
-    model = model.to_empty(device=device)
     num_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token()
     print(

@@ -88,17 +88,15 @@ TINY = {
     "COMPILE": False,
     "WINDOW_PATTERN": '"SL"',
 }
-# On the meta device torch initialises by code that imports its compiler: 3 s of 11.
-QUICK = ('    with torch.device("meta"):\n', "    with device:\n")
 
 
-def edited(folder, replace=(), quick=QUICK, **knobs):
+def edited(folder, replace=(), **knobs):
     """A folder with both scripts, the knobs of train.py changed and then the `replace` texts, pairs
     (old, new). Returns the path of train.py."""
     folder.mkdir()
     shutil.copy(ROOT / "prepare.py", folder)
     source = substitute((ROOT / "train.py").read_text(), TINY | knobs)
-    for old, new in (quick, *replace):
+    for old, new in replace:
         assert old in source, old
         source = source.replace(old, new)
     (folder / "train.py").write_text(source)

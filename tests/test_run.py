@@ -32,6 +32,7 @@ NINE = """
 EVALUATE = "    val_bpb = evaluate_bpb("
 TRAIN = "    steps = train("
 EMBED = "        x = norm(self.wte(idx))\n"
+BUFFER = '        self.register_buffer("cos", table, persistent=False)\n'
 
 
 def before(line, text):
@@ -41,12 +42,16 @@ def before(line, text):
 
 # ---- Scenarios: each makes a folder, and returns what came of the run in it ----
 def good(folder):
-    """Without a network, and with an edit of the file while it runs."""
+    """Without a network, with a mask that is made with the model, and with an edit of the file
+    while it runs."""
     guard = folder.with_name("guard")
     guard.mkdir()
     (guard / "sitecustomize.py").write_text(GUARD)
     later = before(EVALUATE, "    open(__file__, 'a').write('# a later edit')\n")
-    return train(edited(folder, [later], quick=("", "")), 2, PYTHONPATH=guard)
+    mask = "torch.ones(8, 8).tril().bool()"
+    made = before(BUFFER, f'        self.register_buffer("mask", {mask})\n')
+    used = before(EMBED, f"        assert self.mask.equal({mask})\n")
+    return train(edited(folder, [later, made, used]), 2, PYTHONPATH=guard)
 
 
 def no_data(folder):
