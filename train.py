@@ -5,7 +5,7 @@ is the only file that a night of research edits.
     uv run train.py              train for TIME_BUDGET seconds, print val_bpb: lower is better
     grep -n '^# ----' train.py   the table of contents
 
-prepare.py owns data, clock and metric. Importing this file does nothing.
+prepare.py owns data, clock and metric. Importing this file starts no run.
 Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary.
 """
 
@@ -52,7 +52,8 @@ from torch.utils.checkpoint import (
 # fmt: off
 # Model
 DEPTH             = by_profile(full=8, medium=4, small=3)              # layers
-ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, whole heads
+ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH; the width is
+                                                     # rounded up to whole heads
 HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
 WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated, the last is L
@@ -66,11 +67,12 @@ VE_GATE_CHANNELS  = 32                               # input channels of a value
 # Initialisation
 EMBEDDING_STD     = 1.0                              # wte, normal
 UNEMBEDDING_STD   = 0.001                            # lm_head, normal: the first loss is ln V
-MATRIX_SCALE      = 1.0                              # blocks and value embeddings: uniform within
-                                                     # +-this * sqrt(3 / C)
-RESID_INIT        = 1.0                              # resid_lambdas: the stream before each layer
-X0_INIT           = 0.1                              # x0_lambdas: the embedding, added to it there;
-                                                     # None: not added
+MATRIX_SCALE      = 1.0                              # q, k, v, up and value embeddings: uniform
+                                                     # within +-this * sqrt(3 / C)
+RESID_INIT        = 1.0                              # resid_lambdas: factor on the residual stream
+                                                     # before each layer
+X0_INIT           = 0.1                              # x0_lambdas: factor on the embedding, which is
+                                                     # added there; None: not added
 # Batch
 TOTAL_BATCH_SIZE  = by_profile(full=2**19, medium=2**15, small=2**12)  # tokens per step
 DEVICE_BATCH_SIZE = by_profile(full=128, medium=16, small=8)           # rows at a time, at most
@@ -260,8 +262,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def flops_per_token(self):
-        """Forward and backward: 6 per weight of a matrix product, 12 per channel and position that
-        attention sees."""
+        """Forward and backward: 6 per weight of a matrix product, 12 per channel and position in
+        the window. Half of a full row is in the future, which is not taken off (PaLM, arXiv
+        2204.02311).
+        """
         weights = sum(p.numel() for p in self.blocks.parameters()) + self.lm_head.weight.numel()
         T = self.config.sequence_len
         seen = sum(min(window, T) for window in self.config.windows)
@@ -321,15 +325,14 @@ def require(condition, sentence):
 def parameter_groups(model):
     """One row per group; each parameter of the model is in exactly one. Muon takes the matrices in
     the blocks, a group per shape; AdamW takes the rest. Before each step `set_schedules` derives
-    lr, weight_decay and Muon's momentum from peak_lr, peak_decay and betas[0]. A step takes
-    lr * weight_decay of a weight."""
+    lr, weight_decay and Muon's momentum from peak_lr, peak_decay and betas[0]."""
     scale = (model.config.n_embd / 768) ** WIDTH_LR_POWER
     head_lr = UNEMBEDDING_LR * scale
     table_lr = EMBEDDING_LR * scale
     head = list(model.lm_head.parameters())
     tables = list(model.value_embeddings.parameters())
     x0 = [] if model.x0_lambdas is None else [model.x0_lambdas]
-    vectors = [p for p in model.blocks.parameters() if p.ndim != 2]  # gains, biases and the like
+    vectors = [p for p in model.blocks.parameters() if p.ndim < 2]  # gains, biases and the like
     matrices = defaultdict(list)
     for p in model.blocks.parameters():
         if p.ndim == 2:
@@ -460,8 +463,8 @@ class MuonAdamW:
             p.sub_(change)
 
     def step_adamw(self, group):
-        """torch's AdamW (arXiv 1711.05101) in one kernel. A table in bf16 is rounded once, after
-        decay and update: a factor close to 1 by itself would change nothing."""
+        """torch's AdamW (arXiv 1711.05101), one kernel that rounds a table in bf16 once, after
+        decay and update. Decay in a step of its own, p *= 1 - lr * decay, would round back to p."""
         beta1, beta2 = group["betas"]
         adamw(
             group["params"],
@@ -484,16 +487,17 @@ class MuonAdamW:
 # ---- Schedules ----
 def lr_factor(progress):
     """Share of the peak learning rates at `progress`, the share of TIME_BUDGET that has passed."""
+    factor = 1.0
     if progress < WARMUP_RATIO:
-        return progress / WARMUP_RATIO
-    if progress <= 1 - WARMDOWN_RATIO:
-        return 1.0
-    left = (1 - progress) / WARMDOWN_RATIO
-    return left + (1 - left) * FINAL_LR_FRAC
+        factor = progress / WARMUP_RATIO
+    if progress > 1 - WARMDOWN_RATIO:
+        left = (1 - progress) / WARMDOWN_RATIO
+        factor *= left + (1 - left) * FINAL_LR_FRAC
+    return factor
 
 
 def muon_momentum(step, peak):
-    risen = min(step / max(MOMENTUM_STEPS, 1), 1.0)
+    risen = min(step / MOMENTUM_STEPS, 1.0) if MOMENTUM_STEPS else 1.0
     return MOMENTUM_START + risen * (peak - MOMENTUM_START)
 
 
@@ -733,8 +737,13 @@ def check_knobs():
             "a whole number above 0",
             lambda value: isinstance(value, int) and value > 0,
         ),
+        (
+            "KV_HEADS SHORT_WINDOW VE_EVERY",
+            "a whole number, 0 or above",
+            lambda value: isinstance(value, int) and value >= 0,
+        ),
         ("ASPECT_RATIO MLP_RATIO ROPE_BASE EPS", "above 0", lambda value: value > 0),
-        ("KV_HEADS SHORT_WINDOW VE_EVERY WEIGHT_DECAY", "0 or above", lambda value: value >= 0),
+        ("WEIGHT_DECAY MOMENTUM_STEPS", "0 or above", lambda value: value >= 0),
         (
             "WARMUP_RATIO WARMDOWN_RATIO FINAL_LR_FRAC",
             "a share, from 0 to 1",
@@ -764,7 +773,7 @@ def derive_config(vocab_size):
         f"KV_HEADS = {KV_HEADS} does not divide the {n_head} heads; choose a divisor.",
     )
     require(
-        width >= VE_GATE_CHANNELS,
+        VE_EVERY == 0 or width >= VE_GATE_CHANNELS,
         f"VE_GATE_CHANNELS = {VE_GATE_CHANNELS} is more than the width, {width}; lower it.",
     )
     require(
@@ -831,8 +840,9 @@ def rehearse(model, dtype, rows, compiler):
             yield inputs, targets, 0
 
     batches = random_batches()
-    for _ in range(2):  # the second as all later ones will run
-        # Of many micro-batches two do: the second adds to gradients that exist.
+    # Only the second step meets what all later ones meet. Of many micro-batches two will do: the
+    # first makes the gradients, the second adds to them.
+    for _ in range(2):
         train_step(compiled_model, optimizer, batches, min(accumulation_steps(rows), 2))
     model.eval()
     with torch.no_grad():
@@ -881,7 +891,7 @@ def is_out_of_memory(error):
         words = str(error).lower()
         if isinstance(error, torch.OutOfMemoryError):
             return True
-        if "out of memory" in words or "alloc_failed" in words:
+        if "out of memory" in words or "alloc_failed" in words or "allocate memory" in words:
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -905,7 +915,10 @@ def warm_up(model, dtype):
     without compilation if there is no compiler. Returns (compiled model, optimizer, rows)."""
     on_gpu = model.lm_head.weight.device.type == "cuda"
     rows = first_rows(model)
-    compiler = partial(torch.compile, dynamic=False) if COMPILE else uncompiled
+    compiler = uncompiled
+    if COMPILE:
+        torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
+        compiler = partial(torch.compile, dynamic=False)
     if on_gpu:
         torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
     while True:
@@ -927,7 +940,7 @@ def warm_up(model, dtype):
             else:
                 raise
         # Before the next try, out here, where the exception no longer holds any tensors:
-        torch._dynamo.reset()  # it gives up on a function that was compiled eight times
+        torch._dynamo.reset()  # drops what was compiled for more rows
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()

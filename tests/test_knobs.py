@@ -22,13 +22,19 @@ COUNTS = """
     DEPTH HEAD_DIM VE_GATE_CHANNELS TOTAL_BATCH_SIZE DEVICE_BATCH_SIZE CPU_QUERY_BLOCK
 """.split()
 POSITIVE = "ASPECT_RATIO MLP_RATIO ROPE_BASE EPS".split()
-ZERO_IS_OFF = "KV_HEADS SHORT_WINDOW VE_EVERY WEIGHT_DECAY".split()
+COUNTS_OR_OFF = "KV_HEADS SHORT_WINDOW VE_EVERY".split()
+ZERO_IS_OFF = "WEIGHT_DECAY MOMENTUM_STEPS".split()
 SHARES = "WARMUP_RATIO WARMDOWN_RATIO FINAL_LR_FRAC".split()
 IMPOSSIBLE = [
     *(
         (knob, value, "it must be a whole number above 0.")
         for knob in COUNTS
         for value in (0, -1, NAN, 2.5, 64.0)
+    ),
+    *(
+        (knob, value, "it must be a whole number, 0 or above.")
+        for knob in COUNTS_OR_OFF
+        for value in (-1, NAN, 2.5, 64.0)
     ),
     *((knob, value, "it must be above 0.") for knob in POSITIVE for value in (0, -1, NAN)),
     *((knob, value, "it must be 0 or above.") for knob in ZERO_IS_OFF for value in (-1, -0.5, NAN)),
@@ -99,7 +105,7 @@ def test_python_without_assertions_says_the_same():
 
 def test_the_values_at_the_edge_are_possible(monkeypatch, capsys):
     train.check_knobs()
-    set_knobs(monkeypatch, **dict.fromkeys([*ZERO_IS_OFF, "LOGIT_SOFTCAP"], 0))
+    set_knobs(monkeypatch, **dict.fromkeys([*COUNTS_OR_OFF, *ZERO_IS_OFF, "LOGIT_SOFTCAP"], 0))
     for edge in (0, 1):
         set_knobs(monkeypatch, **dict.fromkeys(SHARES, edge))
         train.check_knobs()
@@ -147,6 +153,11 @@ def test_a_shape_that_cannot_be_gets_one_sentence(monkeypatch, capsys, knobs, se
         train.derive_config(100)
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_a_gate_that_does_not_exist_may_be_wider_than_the_model(monkeypatch):
+    set_knobs(monkeypatch, DEPTH=1, ASPECT_RATIO=16, HEAD_DIM=16, VE_EVERY=0)
+    assert train.derive_config(100).n_embd == 16 < train.VE_GATE_CHANNELS
 
 
 # ---- Derived values ----

@@ -17,13 +17,15 @@ def test_learning_rates_stay_between_zero_and_peak(warm_up, warm_down, final, pr
         assert 0 <= train.lr_factor(progress) <= 1
 
 
-@given(st.floats(0.01, 0.5), st.floats(0.01, 0.5), SHARE)
+@given(st.floats(0.01, 1), st.floats(0.01, 1), SHARE)
 def test_learning_rates_rise_stay_and_fall(warm_up, warm_down, final):
-    """Without a jump: no two points at a distance of 1 / 1000 differ by more than the slope."""
+    """Without a jump, also where both ramps overlap: no two points at a distance of 1 / 1000 differ
+    by more than the slope."""
     with pytest.MonkeyPatch.context() as patch:
         set_knobs(patch, WARMUP_RATIO=warm_up, WARMDOWN_RATIO=warm_down, FINAL_LR_FRAC=final)
         factors = [train.lr_factor(i / 1000) for i in range(1001)]
-    steepest = 1 / min(warm_up, warm_down) / 1000 + 1e-9
+    slopes = (1 / warm_up, 1 / warm_down)
+    steepest = (sum(slopes) if warm_up + warm_down > 1 else max(slopes)) / 1000 + 1e-9
     for i in range(1000):
         change = factors[i + 1] - factors[i]
         assert abs(change) <= steepest
@@ -47,6 +49,12 @@ def test_learning_rates_at_their_ends(monkeypatch):
     assert factors_at(0, 0.1, 0.2, 0.6, 0.8, 1) == pytest.approx(expected)
 
 
+def test_ramps_that_overlap_multiply(monkeypatch):
+    set_knobs(monkeypatch, WARMUP_RATIO=0.75, WARMDOWN_RATIO=0.5, FINAL_LR_FRAC=0)
+    expected = [0, 1 / 3, 2 / 3, 4 / 5 * 4 / 5, 1 / 2, 0]
+    assert factors_at(0, 0.25, 0.5, 0.6, 0.75, 1) == pytest.approx(expected)
+
+
 def test_a_ratio_of_zero_switches_a_ramp_off(monkeypatch):
     set_knobs(monkeypatch, WARMUP_RATIO=0, WARMDOWN_RATIO=0.5)
     assert factors_at(0, 0.25, 0.5, 0.75) == [1, 1, 1, 0.5]
@@ -65,9 +73,9 @@ def test_the_momentum_rises_to_the_first_of_the_betas(monkeypatch):
     assert [train.muon_momentum(step, 0.7) for step in (0, 5, 10, 11)] == [0.5, 0.6, 0.7, 0.7]
 
 
-def test_without_a_rise_the_momentum_is_at_its_peak_from_the_second_step(monkeypatch):
+def test_without_a_rise_the_momentum_is_at_its_peak_at_once(monkeypatch):
     set_knobs(monkeypatch, MOMENTUM_STEPS=0)
-    assert train.muon_momentum(1, 0.95) == pytest.approx(0.95)
+    assert [train.muon_momentum(step, 0.95) for step in (0, 1)] == pytest.approx([0.95, 0.95])
 
 
 def test_each_group_follows_its_own_row(monkeypatch):

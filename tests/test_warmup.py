@@ -1,5 +1,6 @@
 """The warm-up runs what training and evaluation will run, and leaves no trace."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import prepare
@@ -138,6 +139,35 @@ def wrapped(cause):
 )
 def test_every_face_of_out_of_memory_is_one(error, expected):
     assert train.is_out_of_memory(error) is expected
+
+
+def test_a_cpu_without_memory_says_so():
+    with pytest.raises(RuntimeError) as failure:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert train.is_out_of_memory(failure.value)
+
+
+def test_muons_update_is_compiled_for_every_shape(small_run, monkeypatch):
+    """torch would give up after eight, and go on without compilation."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    def rehearse(model, dtype, rows, compiler):
+        weights = [torch.nn.Parameter(torch.randn(4, 4 + i)) for i in range(12)]
+        row = {"kind": "muon", "lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+        row |= {"betas": (0.95, 0.95), "eps": 1e-10}
+        groups = [row | {"params": [weight]} for weight in weights]
+        train.MuonAdamW(groups, dtype, compiler).step()
+        return model, None
+
+    set_knobs(monkeypatch, COMPILE=True, rehearse=rehearse)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    train.warm_up(small_run, torch.float32)
+    assert len(compiled) == 12
 
 
 def test_a_failed_allocation_that_nobody_names_counts(small_run, monkeypatch):
