@@ -294,11 +294,12 @@ def test_audit_shows_why_a_commit_has_no_score(call, night):
     assert len((night / "calls").read_text().splitlines()) == 3  # what had a score, only once
 
 
-def test_audit_claims_nothing_where_a_score_is_missing(call, night):
+def test_audit_claims_nothing_where_a_score_is_missing(night, monkeypatch):
     log = night / "results.tsv"
     log.write_text(log.read_text().replace("best", "broken"))
+    monkeypatch.setattr(sys, "argv", ["audit", str(night), "--seeds", "200", "201"])
     with pytest.raises(SystemExit, match="^error: 2 of 4 runs have no score; run this again.$"):
-        call(audit, night, "--seeds", 200, 201)
+        audit.main()
     assert len((night / "audit.jsonl").read_text().splitlines()) == 4  # the others are not lost
 
 

@@ -139,7 +139,9 @@ def several(model):
     return in_two_rows(model) + ["zeta"] + in_no_row(model)
 
 
-@pytest.mark.parametrize("change", [in_no_row, in_two_rows, twice_in_one_row, three_dimensions, several])
+@pytest.mark.parametrize(
+    "change", [in_no_row, in_two_rows, twice_in_one_row, three_dimensions, several]
+)
 def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys, change):
     model = build(tiny())
     names = change(model)
