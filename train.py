@@ -263,9 +263,7 @@ class GPT(nn.Module):
 
     def flops_per_token(self):
         """Forward and backward: 6 per weight of a matrix product, 12 per channel and position in
-        the window. Half of a full row is in the future, which is not taken off (PaLM, arXiv
-        2204.02311).
-        """
+        the window, also those in the future (as in PaLM, arXiv 2204.02311)."""
         weights = sum(p.numel() for p in self.blocks.parameters()) + self.lm_head.weight.numel()
         T = self.config.sequence_len
         seen = sum(min(window, T) for window in self.config.windows)

@@ -179,14 +179,14 @@ class GpuEvent:
 
 
 class GpuLoss:
-    """A 0-D tensor on that GPU. Its copy is a plain one, but in use only once it has arrived."""
+    """A 0-D tensor on that GPU, or its copy on the CPU, which must not be read before `ready`."""
 
     device = torch.device("cuda")
 
     def __init__(self, gpu, value):
         self.gpu = gpu
         self.value = value
-        self.ready = None
+        self.ready = None  # of a copy: when it has arrived
 
     def to(self, device, non_blocking):
         assert device == "cpu" and non_blocking
