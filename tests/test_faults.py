@@ -275,7 +275,8 @@ def test_a_run_without_a_place_for_its_record_ends_at_once(read_only, run):
 def test_a_read_only_cache_is_found_ready(read_only, run):
     cache, prefix = read_only
     done = run("prepare.py", cache, prefix=prefix)
-    assert code_of(done) == 0 and done.output.startswith("ready: ")
+    assert code_of(done) == 0
+    assert [line.split(": ")[0] for line in done.output.splitlines()] == ["profile", "ready"]
 
 
 # ---- Clock ----
