@@ -228,6 +228,8 @@ def training_device():
             "torch finds no usable GPU; update the driver (580 or newer), or set "
             "CUDA_VISIBLE_DEVICES to a GPU that is there, or to -1 to go without one."
         )
+    # With nvcc but no GPU, torch would print a warning.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
@@ -573,8 +575,6 @@ def start():
         os.environ.setdefault("TORCH_WARM_POOL", "0")
         if os.path.exists(AMD_DRIVER):
             print("note: this torch is not built for the AMD GPU here, so the CPU trains")
-    # With nvcc but no GPU, torch would print a warning.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     signal.signal(signal.SIGINT, interrupted)
     signal.signal(signal.SIGTERM, interrupted)
     name = device_name(_run.device)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import math
 import os
 import re
@@ -15,9 +14,6 @@ from time import perf_counter
 
 ROOT = Path(__file__).resolve().parents[1]
 SPARE_SECONDS = 1200  # beside its training, after which a run counts as hung
-
-# With nvcc but no GPU, torch would print a warning.
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 # ---- Whole runs ----
