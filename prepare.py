@@ -2,17 +2,12 @@
 prepare.py, the ruler of autoresearch: data, tokenizer, loader, clock, metric, report. Nobody edits
 it during a night of research.
 
-    uv run prepare.py                  prepare what this machine needs, or resume
+    uv run prepare.py                  prepare what this machine needs
     uv run prepare.py --data-dir DIR   a corpus of your own: parquet files with a column `text`; the
                                        last by name is validation
-    uv run prepare.py --verify         check the cache by hashing it and tokenising samples again
-    uv run prepare.py --rerun COMMIT   train a commit again, where nothing of earlier runs can help
 
-Three profiles set the sizes: `full` for a GPU, `medium` for a consumer's card, `small` for anything
-else. Part 1 is what a run uses, part 2 makes the cache. Importing this file does nothing; torch,
-which takes seconds, is imported where it is needed.
-Exit codes, here and in train.py: 0 good, 1 a bug, 2 set-up or usage, 3 integrity, 4 diverged,
-5 out of memory, 130 and 143 interrupted.
+Part 1 is what a run uses, part 2 makes the cache. Exit codes, also of train.py: 0 good, 1 a bug, 2
+set-up or usage, 3 integrity, 4 diverged, 5 out of memory.
 """
 
 import argparse
@@ -20,315 +15,162 @@ import base64
 import bisect
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.metadata
-import inspect
-import io
 import itertools
 import json
 import logging
 import math
-import multiprocessing
-import multiprocessing.pool
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from time import monotonic as _now  # bound here, so that patching `time` has no effect
 
-import filelock
+_imported = _now()  # total_seconds counts from here
+# Before CUDA starts: without it a batch size that just fits may fail later.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import requests
 import rustbpe
 import tiktoken
+import torch
 from tqdm import tqdm
 
 # ==== Part 1: what a run uses ====
 
 
-# ---- Settings ----
+# ---- Device and profile ----
 def stop(sentence, code=2):
-    """Ends the process with one sentence on stderr: what is wrong and how to fix it."""
-    if sys.stderr.isatty():
-        print(file=sys.stderr)  # below a live progress line
+    """Ends the process with one sentence: what is wrong and how to fix it."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
+def choose_profile():
+    """(profile, why), by the memory of the card."""
+    chosen = os.environ.get("AUTORESEARCH_PROFILE")
+    if chosen:
+        return chosen, "as AUTORESEARCH_PROFILE says"
+    if DEVICE.type != "cuda":
+        return "small", "torch finds no CUDA GPU"
+    card = torch.cuda.get_device_properties(DEVICE)
+    why = f"for {card.name} with {card.total_memory / 1e9:.0f} GB"
+    return ("full" if card.total_memory >= 40e9 else "medium"), why
+
+
+DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, in Linux and in WSL
+
+
+def check_device():
+    """Ends the process where there is an NVIDIA GPU that torch cannot use."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    usable = hidden or not any(os.path.exists(path) for path in DRIVERS)
+    if DEVICE.type == "cuda":
+        usable = torch.cuda.get_device_capability() >= (7, 5)  # Turing, the oldest in this torch
+    if not usable:
+        stop(
+            "torch cannot use the GPU here; update the driver (580 or newer), choose another GPU "
+            "(Turing or newer) by CUDA_VISIBLE_DEVICES, or set that to -1 to go without one."
+        )
+
+
+DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda")
+DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type
+PROFILE, WHY_PROFILE = choose_profile()
+if PROFILE not in ("full", "medium", "small"):
+    stop(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
+
+
+# ---- Settings ----
 def by_profile(*, full, medium, small):
     """The value for the profile in force."""
     return {"full": full, "medium": medium, "small": small}[PROFILE]
 
 
-def environment_number(name, default, kind, low, high):
-    """The variable as a number of `kind`; ends the process unless low <= number < high."""
-    text = os.environ.get(name) or default
-    try:
-        number = kind(text)
-    except ValueError:
-        number = None
-    if number is None or not low <= number < high:
-        what = "a whole number" if kind is int else "a number of seconds"
-        stop(f"{name} is {what} from {low:g} to {high:g}, not {text!r}; change or unset it.")
-    return number
-
-
-AMD_DRIVER = "/dev/kfd"
-
-
-def gpu_present():
-    """Whether there is a GPU that may be used, without importing torch to ask: an NVIDIA one or,
-    if this torch is built for ROCm, an AMD one."""
-    driver = ["/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"]
-    if "rocm" in importlib.metadata.version("torch"):
-        driver = [AMD_DRIVER]
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return any(os.path.exists(path) for path in driver) and not hidden
-
-
-NVIDIA_CARDS = "/proc/driver/nvidia/gpus"  # a folder per card; not there in WSL
-# By their names: cards of 8 to 32 GB that do about 20 to 200 TFLOP/s, and those of 40 GB and more
-# that have names of the same kind.
-MEDIUM_CARD = re.compile(r"GeForce|TITAN|RTX|Quadro|\b(T4G?|T\d{3,4}|L4|A2|A10G?|A16)\b")
-LARGE_CARD = re.compile(r"RTX (A6000|6000 Ada|5880 Ada|8000|PRO [56]000)(?!.*Laptop)")
-
-
-def card_names():
-    """Names of the NVIDIA cards that a run may get, as the driver's files have them."""
-    cards = []
-    for path in sorted(Path(NVIDIA_CARDS).glob("*/information")):
-        with contextlib.suppress(OSError):
-            text = path.read_text(errors="replace")
-            cards.append(dict(re.findall(r"^(.+?):[ \t]*(.*?)[ \t]*$", text, re.M)))
-    # A card that is chosen by its number is not known here: drivers number them by speed.
-    chosen = tuple(re.findall(r"GPU-[-\w]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")))
-    if chosen:
-        cards = [card for card in cards if card.get("GPU UUID", "").startswith(chosen)]
-    return [card.get("Model", "") for card in cards]
-
-
-def choose_profile():
-    """(profile, why), from the environment or the driver's files; no process is started."""
-    chosen = os.environ.get("AUTORESEARCH_PROFILE")
-    if chosen:
-        return chosen, "as AUTORESEARCH_PROFILE says"
-    if not GPU_PRESENT:
-        return "small", "no GPU that this torch can use"
-    names = card_names()
-    listed = ", ".join(sorted(set(names)))
-    if not listed:
-        return "full", "the GPU's name is unknown; AUTORESEARCH_PROFILE=medium suits 8 to 32 GB"
-    if all(MEDIUM_CARD.search(name) and not LARGE_CARD.search(name) for name in names):
-        return "medium", f"for {listed}"
-    return "full", f"for {listed}"
-
-
-GPU_PRESENT = gpu_present()
-PROFILE, WHY_PROFILE = choose_profile()
-if PROFILE not in ("full", "medium", "small"):
-    stop(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
-TIME_BUDGET = environment_number("AUTORESEARCH_TIME_BUDGET", 300, float, 0.001, 1e9)  # seconds
-SEED = environment_number("SEED", 42, int, 0, 2**63)
+try:
+    TIME_BUDGET = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)  # seconds
+    SEED = int(os.environ.get("SEED") or 42)
+except ValueError as error:
+    stop(f"{error}; AUTORESEARCH_TIME_BUDGET and SEED are numbers: change or unset them.")
+if not (0 < TIME_BUDGET < 1e9 and 0 <= SEED < 2**63):
+    stop(f"AUTORESEARCH_TIME_BUDGET {TIME_BUDGET:g} or SEED {SEED} is out of range; change it.")
 
 # Scores can be compared only between runs that share these.
 MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # tokens per row
-EVAL_TOKENS = by_profile(full=40 * 524288, medium=2**21, small=2**18)  # validation tokens scored
+EVAL_TOKENS = by_profile(full=40 * 2**19, medium=2**21, small=2**18)  # validation tokens scored
 VOCAB_SIZE = by_profile(full=8192, medium=8192, small=2048)  # the four special tokens included
 EVAL_BATCH = 32  # rows per batch of evaluation, at most
 BUFFER_DOCS = 1000  # documents among which packing chooses
 
-# Where things are. ROOT has data/, val/, tokenizer/, tokens/ and manifest.json.
-CACHE = (
-    Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser().absolute()
-)
-ROOT = by_profile(full=CACHE, medium=CACHE, small=CACHE / "small")
-RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").expanduser().absolute()
-VAL_ROWS = "val/rows.u16"  # packed validation rows, below ROOT; no glob of *.bin meets them
-PACKED_TOKENS = by_profile(full=EVAL_TOKENS, medium=40 * 524288, small=EVAL_TOKENS)  # in that file
-# Names that other harnesses of this kind import.
-CACHE_DIR = str(ROOT)
-DATA_DIR = str(ROOT / "data")
-TOKENIZER_DIR = str(ROOT / "tokenizer")
-
-# GPT-4's pattern (cl100k_base), but runs of digits are cut at two, not three: a small vocabulary
-# has no room for a thousand numbers.
+# GPT-4's pattern, but runs of digits are cut at two: a small vocabulary has no room for thousands.
 SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Limits of `probe`. Honest models, bf16 and mixtures of experts included, moved by at most 2e-5
-# nats on average and 0.02 at one position.
+# Of the probes, in nats. Honest models moved by at most 2e-5 on average and 0.02 at one position.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
 PROBE_ROWS = by_profile(full=288, medium=112, small=56)  # at most so many rows are scored again
 NEIGHBOURS = 32  # positions to each side that the loss at a position is compared with
 
-# Limits of `flags`.
-STARTUP_LIMIT = 300  # seconds before the first batch; compiling everything on a CPU takes 90
-EVALUATION_LIMIT = max(300, TIME_BUDGET)  # seconds
+# Of the flags.
+OVERTIME = 1 + 0.01 * TIME_BUDGET  # seconds
+PATIENCE = max(300, TIME_BUDGET)  # seconds before the first batch, and of evaluation
 UNSTEADY = 0.10  # relative change of speed within a run
 
 DIVERGED = 100  # nats; a higher loss, or NaN, ends the run
-PROGRESS_SECONDS = 5  # between two lines of progress, if there is no terminal
+PROGRESS_SECONDS = 5  # between two lines of progress
 
 # What a run may not assign to; checked when it is scored.
 FROZEN = ("TIME_BUDGET", "EVAL_BATCH", "PROBE_ROWS", "PROBE_MEAN", "PROBE_PEAK", "NEIGHBOURS")
 _frozen = {name: globals()[name] for name in FROZEN}
 
 
-# ---- Device ----
-# Dense bf16 peaks in TFLOP/s, from the vendors' data sheets; of two names that fit, the first.
-# fmt: off
-PEAK_TFLOPS = {
-    "GB200": 2500, "B200": 2250, "B100": 1800, "H200 NVL": 836, "H200": 989, "H100 NVL": 835,
-    "H100 PCIe": 756, "H100": 989, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "L40S": 362,
-    "L4": 121, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71,
-}
-# fmt: on
-OTHER_CARD = {"Ti", "SUPER", "D", "Laptop", "Max"}  # with such a word more it is another card
+# ---- Cache: raw shards are only ever added, what is derived from them is made as a whole ----
+CACHE = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch")
+CACHE = CACHE.expanduser().absolute()
+RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").absolute()  # a record per run
+DATA = CACHE / "data"
+VAL = CACHE / "val"
+# Derived. `medium` scores the first rows of those that `full` scores.
+ROOT = CACHE / by_profile(full="full", medium="full", small="small")
+PACKED_TOKENS = by_profile(full=EVAL_TOKENS, medium=40 * 524288, small=EVAL_TOKENS)
+TOKENIZER_FILE = "tokenizer.tiktoken"
+TOKENS_FILE = "train.u16"  # all training documents, flat, BOS before each
+ENDS_FILE = "train.npy"  # where each begins and ends, int64 [documents + 1]
+ROWS_FILE = "val.u16"  # packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]
+FILES = (TOKENIZER_FILE, ROWS_FILE, TOKENS_FILE, ENDS_FILE)
+
+RECIPE = [  # all that the derived files depend on, besides the corpus
+    1,  # raised by hand with any change of this file that changes a derived file
+    *(VOCAB_SIZE, PACKED_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS),
+    *(importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")),
+]
 
 
-def peak_flops(device_name):
-    """FLOP/s of the card; None where the table does not have it: never another card's peak."""
-    words = set(device_name.replace("-", " ").split())
-    for card, tflops in PEAK_TFLOPS.items():
-        more = words - set(card.split())
-        if words.issuperset(card.split()) and not more & OTHER_CARD:
-            return tflops * 1e12
-    return None
-
-
-def training_device():
-    """The torch device of this run. Ends the process where there is a GPU that torch cannot use."""
-    import torch
-
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        built_for = [int(name[3:]) for name in torch.cuda.get_arch_list() if name[:3] == "sm_"]
-        if 10 * major + minor < min(built_for, default=0):
-            stop(
-                f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, too old "
-                "for this torch; choose another GPU by CUDA_VISIBLE_DEVICES, or set that to -1."
-            )
-        return torch.device("cuda")
-    if GPU_PRESENT:
-        stop(
-            "torch finds no usable GPU; update the driver (580 or newer), or set "
-            "CUDA_VISIBLE_DEVICES to a GPU that is there, or to -1 to go without one."
-        )
-    # With nvcc but no GPU, torch would print a warning.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def device_name(device):
-    import torch
-
-    return torch.cuda.get_device_name() if device.type == "cuda" else device.type
-
-
-def peak_memory_mb(device):
-    """(allocated, reserved) on a GPU; elsewhere the process's peak resident memory, twice."""
-    import torch
-
-    if device.type == "cuda":
-        allocated = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
-        return allocated / 2**20, reserved / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak /= 2**20 if sys.platform == "darwin" else 2**10  # bytes on macOS, else KiB
-    return peak, peak
-
-
-def nvidia_smi(query):
-    """What nvidia-smi says of the GPU in use; empty where there is none or it cannot tell. By its
-    UUID, since nvidia-smi numbers the devices its own way."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ""
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-{query}", "--format=csv,noheader"]
-    try:
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=20
-        ).strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def other_gpu_processes():
-    """Ids of the other processes that nvidia-smi lists on the GPU in use. Exactly one entry is this
-    process, in a container under an id that it does not know; alone, it is the only one."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")  # so that the driver lists this process
-        torch.cuda.synchronize()
-    listed = [word for word in nvidia_smi("compute-apps=pid").split() if word.isdigit()]
-    if len(listed) < 2:
-        return []
-    return [process for process in listed if process != str(os.getpid())]
-
-
-def gpu_state():
-    """Clock, temperature in degrees Celsius and reasons for a lower clock of the GPU, for whoever
-    wonders about `unsteady`; None without nvidia-smi."""
-    return nvidia_smi("gpu=clocks.sm,temperature.gpu,clocks_event_reasons.active") or None
-
-
-def hub_kernel(repository, version):
-    """(module, snapshot) of a kernel on the Hugging Face hub. Later runs load it from the folder of
-    the first, without the hub: a version is a branch that moves, and it is not found offline even
-    when it was downloaded. Raises what loading raises."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from kernels import get_kernel
-
-    known = CACHE / "kernels" / f"{repository.replace('/', '--')}-v{version}"
-    folder = known.read_text() if known.exists() else ""
-    if os.path.isdir(folder):
-        os.environ.setdefault("LOCAL_KERNELS", f"{repository}={folder}")
-    for attempt in range(3):
-        try:
-            module = get_kernel(repository, version=version)
-            break
-        except Exception:  # of some class of the hub's client; it may answer when asked again
-            if attempt == 2:
-                raise
-            time.sleep(BACKOFF * 2**attempt)
-    for folder in Path(module.__file__).parents:
-        if folder.parent.name == "snapshots":
-            with contextlib.suppress(OSError), replacing(known) as file:  # if CACHE is read-only
-                file.write(str(folder).encode())
-            return module, folder.name[:8]
-    return module, "local"
-
-
-# ---- Files and manifest: a file appears complete or not at all ----
-@contextlib.contextmanager
-def replacing(path):
-    """Yields a file to write, under a name of this process's own. It takes the place of `path` on
-    success only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def load_manifest():
+    """What was prepared, or {}: `recipe`, `corpus` and the `options` that chose it; `shards`, the
+    first document of each; `files`, {name: [bytes, sha256]}."""
+    with contextlib.suppress(OSError, ValueError):
+        manifest = json.loads((ROOT / "manifest.json").read_text())
+        if "recipe" in manifest:
+            return manifest
+    return {}
 
 
 def sha256(path):
@@ -336,54 +178,45 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load_manifest():
-    """What was prepared: `settings`; the `choice` of corpus on the command line; `corpus`, and
-    `files` made from it, {path below ROOT: [bytes, sha256]}, `files` empty while unfinished;
-    `tokens`, {shard: its token file}; `rulers`, the hash of each prepare.py that made or found it
-    like this."""
-    manifest = dict(settings={}, choice={}, corpus={}, files={}, tokens={}, rulers=[])
-    # An unreadable manifest counts as none.
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        manifest |= json.loads((ROOT / "manifest.json").read_text())
-    return manifest
-
-
-def find_damaged(recorded, hash_all=False):
-    """The recorded files that are missing or have another size or another sha256; only what decides
-    a score is hashed, unless `hash_all`."""
-    damaged = []
-    for name, (size, digest) in recorded.items():
+def find_damaged(files, hashed):
+    """A file that is missing, of another size or, if among those `hashed`, of another sha256."""
+    for name, (size, digest) in files.items():
         path = ROOT / name
-        whole = path.is_file() and path.stat().st_size == size
-        hashed = hash_all or decides_score(name)
-        if not whole or (hashed and sha256(path) != digest):
-            damaged.append(path)
-    return damaged
-
-
-def decides_score(name):
-    """Whether a score depends on every byte of the file: the tokenizer and the validation rows."""
-    return name.startswith("tokenizer/") or name == VAL_ROWS
+        if not path.is_file() or path.stat().st_size != size:
+            return path
+        if name in hashed and sha256(path) != digest:
+            return path
+    return None
 
 
 def check_cache():
-    """Returns the manifest. Ends the process if the cache is not complete, or of another ruler."""
+    """Returns the manifest. Ends the process if the cache is not whole and of this recipe."""
     manifest = load_manifest()
-    if not manifest["files"] or sha256(__file__) not in manifest["rulers"]:
-        problem = f"{ROOT} is not prepared by this prepare.py"
-    else:
-        damaged = find_damaged(manifest["files"])
+    problem = f"{ROOT} is not prepared"
+    if manifest.get("recipe") == RECIPE:
+        damaged = find_damaged(manifest["files"], FILES[:2])  # all that decides a score
         if not damaged:
             return manifest
-        problem = f"{damaged[0]} is missing or not as it was prepared"
+        problem = f"{damaged} is missing or not as it was prepared"
     return stop(f"{problem}; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
+
+
+def lock(folder):
+    """Locks a folder, without a file in it, until this process ends; False if another has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # of file systems without locks
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+    return True
 
 
 # ---- Tokenizer ----
 class Tokenizer:
-    """Byte-level BPE over `ranks` {bytes: id}. Four special tokens come right above them; no text
-    yields one. `token_bytes`, int32 [V], counts the raw bytes of each token, 0 for special ones.
-    (Of a decoded token they cannot be counted: a part of a character decodes to one of three.)"""
+    """Byte-level BPE over `ranks` {bytes: id}; special tokens come next. `token_bytes`, int32 [V],
+    counts the raw bytes of each, 0 for special ones; part of a character decodes to three."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -395,10 +228,9 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory=None):
-        """Reads tokenizer.tiktoken: a line per token, base64 of its bytes, then its id."""
-        path = Path(directory or ROOT / "tokenizer") / "tokenizer.tiktoken"
+        """From a line per token: base64 of its bytes, then its id."""
         ranks = {}
-        for line in path.read_bytes().splitlines():
+        for line in Path(directory or ROOT, TOKENIZER_FILE).read_bytes().splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
         return cls(ranks)
@@ -409,231 +241,163 @@ class Tokenizer:
     def get_bos_token_id(self):
         return self.special[SPECIAL_TOKENS[0]]
 
-    def encode(self, text, prepend=None, num_threads=None):
-        """The ids of a str, or of each str in a list, after `prepend`: None, a token id or the name
-        of a special token. Raises ValueError for anything else. `num_threads` is ignored."""
+    def encode_document(self, text):
+        """BOS and the ids of a text, uint16."""
+        ids = [[self.get_bos_token_id()]]
+        # In pieces: a million blanks overflow the split pattern's stack.
+        for begin in range(0, len(text), 200_000):
+            piece = text[begin : begin + 200_000]
+            ids.append(self.encoding.encode_to_numpy(piece, disallowed_special=()))
+        return np.concatenate(ids).astype("<u2")
+
+    def encode(self, text, prepend=None):
+        """The ids of a text, or of each in a list, after the token `prepend`."""
         if not isinstance(text, str):
             return [self.encode(one, prepend) for one in text]
-        ids = [] if prepend is None else [self.token_id(prepend)]
-        # In pieces, since near a million blanks in a row overflow the split pattern's stack.
-        for begin in range(0, len(text), 200_000):
-            ids += self.encoding.encode_ordinary(text[begin : begin + 200_000])
-        return ids
-
-    def token_id(self, token):
-        """The id of a special token's name; an id itself. Raises ValueError for anything else."""
-        token = self.special.get(token, token)
-        if type(token) is not int or not 0 <= token < self.get_vocab_size():
-            raise ValueError(f"prepend is a token id or one of {SPECIAL_TOKENS}, not {token!r}")
-        return token
+        ids = self.encode_document(text)[1:].tolist()
+        return ids if prepend is None else [prepend, *ids]
 
     def decode(self, ids):
         return self.encoding.decode(ids)
 
 
-def get_token_bytes(device="cpu"):
-    """Tokenizer.token_bytes as a torch tensor, under the name that other harnesses import."""
-    import torch
-
-    return torch.from_numpy(Tokenizer.from_directory().token_bytes).to(device)
-
-
-# ---- Start ----
+# ---- Start of a run ----
 @dataclass
 class Run:
     """The state of the run in this process. Times are those of `_now`."""
 
-    imported: float
-    # When it began:
-    files: dict = field(default_factory=dict)  # of the manifest
-    commit: str = ""
-    train_sha256: str = ""  # of the script that runs
-    prepare_sha256: str = ""
-    device: object = None  # torch's
-    other_processes: list = field(default_factory=list)  # on the same GPU
-    # As it goes on:
-    served: list = field(default_factory=list)  # a Batch each
-    steps: int = 0  # the highest that log_step was told
-    logged: int = 0  # calls of log_step
+    manifest: dict = field(default_factory=dict)
+    rows: np.ndarray | None = None  # the validation rows that are scored
+    token_bytes: np.ndarray | None = None
+    tokens: np.ndarray | None = None  # of all training documents
+    ends: np.ndarray | None = None
+    watched: tuple = ()  # folders of text
+    code: dict = field(default_factory=dict)  # commit and hashes of what runs
+    served: list = field(default_factory=list)  # (time, rows, tokens per row) of each batch
+    opened: set = field(default_factory=set)  # files of text that the run itself opened
+    losses: int = 0  # how many log_step was told
     smooth_loss: float = 0.0
     curve: list = field(default_factory=list)  # the same at 10, 20, ... 100 % of the budget
-    last_step: float = 0.0  # when log_step was last called
-    last_line: float = -math.inf  # when it last printed
-    opened: list = field(default_factory=list)  # files of the cache that others than the ruler read
-    reading: bool = False  # whether the ruler itself reads them now
-    # At its end:
+    last_line: float = -math.inf  # when log_step printed one
     eval_began: float | None = None  # which stops the clock
     eval_ended: float | None = None
-    val_bpb: float | None = None
-    integrity: str = ""
     record: Path | None = None
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A batch that was served."""
-
-    time: float
-    rows: int
-    length: int  # tokens per row
-
-    @property
-    def tokens(self):
-        return self.rows * self.length
+_run = Run()
+OWNER = "AUTORESEARCH_PROCESS"  # the variable with the id of the process that runs
 
 
-_run = Run(imported=_now())
-
-
-def git(*arguments):
-    """What git prints about this folder; None where there is no git or no repository."""
-    command = ["git", "-C", Path(__file__).parent, *arguments]
-    try:
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def check_process():
+    """Ends a child process of a run: no clock and no verdict would reach what it does."""
+    owner = os.environ.get(OWNER, os.getpid())
+    if int(owner) != os.getpid():
+        stop(f"this is a child of the run in process {owner}; load, read and score data there.", 3)
 
 
 def current_commit():
     """The short commit of this folder, `+dirty` where git status names anything, new files too;
     AUTORESEARCH_COMMIT where there is no git."""
-    commit = git("rev-parse", "--short", "HEAD")
-    if commit is None:
+
+    def git(*arguments):
+        command = ["git", "-C", Path(__file__).parent, *arguments]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+
+    try:
+        dirty = "+dirty" if git("status", "--porcelain") else ""
+        return git("rev-parse", "--short", "HEAD") + dirty
+    except (OSError, subprocess.CalledProcessError):
         return os.environ.get("AUTORESEARCH_COMMIT") or "none"
-    return commit + ("+dirty" if git("status", "--porcelain") else "")
 
 
-@contextlib.contextmanager
-def ruler_reads():
-    """Around the ruler's own reading of the files that `watch_cache` watches."""
-    _run.reading = True
-    try:
-        yield
-    finally:
-        _run.reading = False
-
-
-def watch_cache():
-    """From here on notes every file below val/, tokens/ and data/ that is opened by others than the
-    ruler: a loader of one's own may well meet the validation rows. What pyarrow, torch.from_file or
-    a copy reads is not seen."""
-    watched = tuple(os.path.realpath(ROOT / name) + os.sep for name in ("val", "tokens", "data"))
-
-    def hook(event, arguments):
-        if event != "open" or _run.reading or not _run.files:
-            return
-        path = arguments[0]
-        if isinstance(path, (str, bytes, os.PathLike)):
-            path = os.path.realpath(os.fsdecode(path))
-            if path.startswith(watched) and path not in _run.opened:
-                _run.opened.append(path)
-
-    sys.addaudithook(hook)
-
-
-def begin_run():
-    """Checks the cache and that no other process computes on the GPU, records commit and hashes,
-    and watches who reads the data; once per process. Ends the process if there can be no run."""
-    if _run.files:
-        return
-    manifest = check_cache()
-    script = getattr(sys.modules["__main__"], "__file__", "")  # none in a notebook, python -c or -
-    _run.train_sha256 = sha256(script) if os.path.isfile(script) else "none"
-    _run.prepare_sha256 = sha256(__file__)
-    _run.commit = current_commit()
-    # Before the first tensor: otherwise a batch size that just fits may fail later.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    _run.device = training_device()
-    _run.other_processes = other_gpu_processes()
-    if _run.other_processes and os.environ.get("AUTORESEARCH_SHARED_GPU") != "1":
-        stop(
-            "another process computes on this GPU (nvidia-smi names "
-            f"{', '.join(_run.other_processes)}); let it end, choose another GPU by "
-            "CUDA_VISIBLE_DEVICES, or set AUTORESEARCH_SHARED_GPU=1."
-        )
-    watch_cache()
-    _run.files = manifest["files"]
-
-
-def start():
-    """To be called first by a training script. Does what no experiment edits: `begin_run`, folders,
-    signals, a line that says what runs. Returns the torch device."""
-    begin_run()
-    try:
-        RUNS.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=RUNS).close()  # fail now rather than after training
-    except OSError as error:
-        stop(f"{error}; free space, or set AUTORESEARCH_RUNS to a writable folder.")
-    shared_cache = not os.access(CACHE, os.W_OK)  # then nothing is written but in RUNS
-    if shared_cache:
-        tempfile.tempdir = os.environ.setdefault("TMPDIR", str(RUNS))
-    inductor = (RUNS if shared_cache else CACHE) / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor))
-    if _run.device.type == "cpu":
-        keep_memory()
-        # Processes that would compile Triton's kernels; each imports torch, and a CPU needs none.
-        os.environ.setdefault("TORCH_WARM_POOL", "0")
-        if os.path.exists(AMD_DRIVER):
-            print("note: this torch is not built for the AMD GPU here, so the CPU trains")
-    signal.signal(signal.SIGINT, interrupted)
-    signal.signal(signal.SIGTERM, interrupted)
-    name = device_name(_run.device)
-    print(f"run: {PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}, {name}")
-    return _run.device
+def watch(event, arguments):
+    """An audit hook: notes each file of text that a run opens. The ruler has its own open by then,
+    and another loader may meet the validation rows. What pyarrow or a copy reads is not seen."""
+    if event == "open" and _run.watched and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        path = os.path.realpath(os.fsdecode(arguments[0]))
+        if path.startswith(_run.watched) and path.endswith((".parquet", ".u16", ".npy")):
+            check_process()
+            _run.opened.add(path)
 
 
 def keep_memory():
-    """Makes glibc keep the memory that is freed. By default it returns large blocks to the kernel,
-    which zeroes them anew: 50,000 page faults, more than a tenth of each step on a CPU."""
+    """Makes glibc keep what is freed: zeroing it anew takes a tenth of each step on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
-def interrupted(number, frame):
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    stop(f"{name} after {elapsed():.0f} s of training; no score.", 128 + number)
+def start():
+    """Begins the run, once: checks device and cache, reads the validation rows, keeps a second run
+    out of the script's folder. make_dataloader calls it too. Returns the device."""
+    check_process()
+    if _run.manifest:
+        return DEVICE
+    check_device()
+    manifest = check_cache()
+    rows = np.fromfile(ROOT / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
+    _run.rows = rows[: EVAL_TOKENS // MAX_SEQ_LEN]
+    _run.token_bytes = Tokenizer.from_directory().token_bytes
+    _run.tokens = np.memmap(ROOT / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
+    _run.ends = np.load(ROOT / ENDS_FILE, mmap_mode="r")
+    if load_manifest() != manifest:
+        stop("the cache was prepared anew while this run began; run it again.")
+    RUNS.mkdir(parents=True, exist_ok=True)
+    script = getattr(sys.modules["__main__"], "__file__", "")  # none in a notebook, python -c or -
+    if os.path.isfile(script):
+        if not lock(os.path.dirname(os.path.abspath(script))):
+            stop("another run of this folder goes on; let it end, or end it (pgrep -af train.py).")
+        _run.code["train"] = sha256(script)
+    _run.code |= {"commit": current_commit(), "prepare": sha256(__file__)[:8]}
+    print(f"run: {PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit", end=" ")
+    print(f"{_run.code['commit']}, {DEVICE_NAME}")
+    if DEVICE.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        if total - free > 2e9:  # CUDA itself takes up to 1e9
+            print(f"note: {(total - free) / 1e9:.0f} GB of this GPU are in use by other programs")
+    if DEVICE.type == "cpu":
+        keep_memory()
+        # Processes that would compile Triton's kernels; each imports torch, and a CPU needs none.
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
+        # With nvcc but no GPU, torch would print a warning.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    folders = [ROOT, DATA, VAL, manifest["options"]["data_dir"] or ROOT]
+    _run.watched = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+    _run.manifest = manifest
+    os.environ[OWNER] = str(os.getpid())
+    sys.addaudithook(watch)
+    return DEVICE
 
 
 # ---- Loader and clock ----
 def elapsed():
-    """Seconds of training: from the first batch served until evaluation begins; 0.0 before."""
+    """Seconds of training, from the first batch served until evaluation begins."""
     if not _run.served:
         return 0.0
-    return (_run.eval_began or _now()) - _run.served[0].time
-
-
-def read_tokens(flat):
-    """Yields the documents of a token file, uint16."""
-    tokens = np.memmap(flat, dtype="<u2", mode="r").view(np.ndarray)  # quicker to slice
-    ends = np.load(flat.with_suffix(".npy")).tolist()
-    for begin, end in itertools.pairwise(ends):
-        yield tokens[begin:end]
+    return (_run.eval_began or _now()) - _run.served[0][0]
 
 
 class TrainDocuments:
-    """All training documents, forever; `epoch` counts the passes. Shards keep their order, rotated
-    by SEED."""
+    """All training documents, uint16, forever; `epoch` counts the passes. Shards keep their order,
+    rotated by SEED."""
 
-    def __init__(self):
-        self.epoch = 0
-        flats = [ROOT / name for name in _run.files if re.fullmatch(r"tokens/.*\.bin", name)]
-        first = SEED % len(flats)
-        self.flats = flats[first:] + flats[:first]
+    epoch = 0
 
     def __iter__(self):
+        count = len(_run.ends) - 1
+        shards = _run.manifest["shards"]
+        first = shards[SEED % len(shards)]
         while True:
             self.epoch += 1
-            for flat in self.flats:
-                yield from read_tokens(flat)
+            for i in itertools.chain(range(first, count), range(first)):
+                yield _run.tokens[_run.ends[i] : _run.ends[i + 1]]
 
 
 def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
-    """Best-fit packing: yields full rows, uint16 [row_len], of uint16 documents, each of which
-    begins with BOS, so that rows do too. A buffer holds `buffer_docs` documents and is topped up
-    one at a time. Into what is left of a row goes the longest document that fits whole; where none
-    does, the shortest is cut and its tail dropped; of equals, the oldest."""
+    """Best-fit packing: yields full rows, uint16 [row_len], of uint16 documents. From a buffer that
+    is topped up one at a time the longest document that fits goes into what is left of a row; where
+    none does, the shortest is cut and its tail dropped; of equals, the oldest."""
     source = enumerate(documents)
     held = {}  # number: document
     order = []  # (length, number) of each, sorted
@@ -660,31 +424,27 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
 
 
 def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
-    """Yields (inputs, targets, epoch) forever: int64 [B, T] on the training device, fresh tensors
-    that share no memory, targets one token ahead; the rows do not depend on B. The first batch
-    starts the clock. `tokenizer` is not used: tokens were made at preparation. Raises ValueError
-    for a split other than "train" and for sizes below 1."""
+    """Yields (inputs, targets, epoch) forever: fresh int64 [B, T] on the device, targets one token
+    ahead; the rows do not depend on B. The first batch starts the clock. Tokens were made at
+    preparation, without this `tokenizer`. Raises ValueError for another split."""
     if split != "train":
         raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
-    if min(B, T, buffer_size) < 1:
-        raise ValueError(f"B, T and buffer_size are above 0, not {B}, {T} and {buffer_size}")
-    begin_run()
-    import torch
+    start()
 
     def serve_batches():
         documents = TrainDocuments()
         rows = pack_rows(documents, T + 1, buffer_size)
         while True:
-            with ruler_reads():
-                packed = list(itertools.islice(rows, B))
-            batch = torch.from_numpy(np.stack(packed).astype(np.int64))
-            if _run.device.type == "cuda":
+            check_process()
+            packed = np.stack(list(itertools.islice(rows, B)))
+            batch = torch.from_numpy(packed.astype(np.int64))
+            if DEVICE.type == "cuda":
                 batch = batch.pin_memory()  # torch keeps it until the copy is done
-            batch = batch.to(_run.device, non_blocking=True)
-            # clone, not contiguous, which does not copy a single row: they would share memory.
+            batch = batch.to(DEVICE, non_blocking=True)
+            # clone: contiguous does not copy a single row, and the two would share memory.
             inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
             targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
-            _run.served.append(Batch(_now(), B, T))
+            _run.served.append((_now(), B, T))
             yield inputs, targets, documents.epoch
 
     return serve_batches()
@@ -701,47 +461,23 @@ def largest_divisor(number, at_most):
 
 
 def eval_batch_size(batch_size):
-    """Rows per batch of evaluation: the largest divisor of the number of validation rows that is at
-    most min(batch_size, EVAL_BATCH), so that nothing is dropped."""
-    return largest_divisor(count_rows(_run.files), min(batch_size, EVAL_BATCH))
-
-
-def count_rows(files):
-    """The number of validation rows that are scored: those packed, or the first of them."""
-    size, _ = files[VAL_ROWS]
-    return min(size // (2 * (MAX_SEQ_LEN + 1)), EVAL_TOKENS // MAX_SEQ_LEN)
-
-
-def model_device(model):
-    """The device of a model's parameters. Raises IntegrityError for what is no module."""
-    for name in ("eval", "parameters"):
-        if not hasattr(model, name):
-            raise IntegrityError(
-                f"model: {type(model).__name__} has no .{name}; pass a torch.nn.Module, or give "
-                "the wrapper that method of the model in it"
-            )
-    for parameter in model.parameters():
-        return parameter.device
-    raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
+    """Rows per batch of evaluation, at most `batch_size`, so that no row is dropped."""
+    return largest_divisor(len(_run.rows), min(batch_size, EVAL_BATCH))
 
 
 def token_losses(model, inputs, targets, token_bytes):
-    """Cross-entropy in nats, float32 [B, T], of the logits that `model` gives for the tokens
-    `inputs` [B, T], against `targets` [B, T], which it never sees; 0 where a target has no bytes.
-    Raises IntegrityError."""
-    import torch
-
-    device = model_device(model)
-    logits = model(torch.from_numpy(inputs.astype(np.int64)).to(device))
+    """Cross-entropy in nats, float32 [B, T], of model(inputs) against `targets`, both [B, T]; 0
+    where a target has no bytes. Raises IntegrityError."""
+    logits = model(torch.from_numpy(inputs.astype(np.int64)).to(DEVICE))
     plain = type(logits) is torch.Tensor
     shape = tuple(logits.shape) if plain else type(logits).__name__
     if not plain or shape[:-1] != targets.shape or shape[-1] < len(token_bytes):
         wanted = (*targets.shape, len(token_bytes))
         raise IntegrityError(f"shape: model(x) returned {shape}, not a plain tensor {wanted}")
-    on_device = torch.from_numpy(targets.astype(np.int64)).to(device)
+    on_device = torch.from_numpy(targets.astype(np.int64)).to(DEVICE)
     losses = []
-    # Row by row, since all logits in fp32 would be the largest tensor. Not logsumexp minus gather,
-    # which cancels: 2**28 added to all logits would score 0.
+    # By rows: all logits in fp32 would be the largest tensor. Not logsumexp minus gather, which
+    # cancels: 2**28 added to all logits would score 0.
     for row, target in zip(torch.unbind(logits), on_device, strict=True):
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
@@ -750,34 +486,36 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(losses, tokens, own_losses, rng):
-    """Positions from 1 to T - 1 at which to cut the rows `tokens` [K, T + 1], int [K], given their
-    losses [K, T] and those of all rows [N, T]. A fifth each are aimed at a kind of leak: near the
-    front, where a prefix may attend both ways; near the end; at odd multiples of 16, 32, ... T / 2,
-    where chunks end; just after the positions whose mean loss is lowest beside the median of their
-    neighbours', which may see their target; and just after targets that are rare after their token,
-    but had a low loss."""
-    count, T = own_losses.shape
-    kinds = np.array_split(np.arange(count), 5)
-    front, back, border, drop, surprise = (len(part) for part in kinds)
-    front = np.exp(rng.uniform(0, np.log(T), front)).astype(int)
-    back = T - np.exp(rng.uniform(0, np.log(T), back)).astype(int)
-    period = 2 ** rng.integers(4, max(int(np.log2(T)), 5), border)
-    odd = 2 * rng.integers(0, np.maximum(T // (2 * period), 1)) + 1
+    """Where to cut the rows `tokens` [K, T + 1], int [K] from 1 to T - 1, given their losses [K, T]
+    and those of all rows [N, T]. Each quarter is aimed at a kind of leak."""
+    K, T = own_losses.shape
+    at_ends, at_chunks, at_drops, at_rare = np.array_split(np.arange(K), 4)
+    cuts = np.empty(K, dtype=int)
+
+    # Near either end, where a prefix may attend both ways.
+    distance = np.exp(rng.uniform(0, np.log(T), len(at_ends))).astype(int)
+    cuts[at_ends] = np.where(rng.random(len(at_ends)) < 0.5, distance, T - distance)
+
+    # At multiples of 8, 16, ... T / 2, where chunks end.
+    period = 2 ** rng.integers(3, max(int(np.log2(T)), 4), len(at_chunks))
+    cuts[at_chunks] = period * rng.integers(1, np.maximum(T // period, 2))
+
+    # After the positions whose mean loss is lowest beside the median of their neighbours'.
     mean = losses.mean(axis=0, dtype=np.float64)
     padded = np.pad(mean, NEIGHBOURS, constant_values=np.nan)
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
-    after_drop = np.argsort(mean - np.nanmedian(around, axis=1), kind="stable")[:drop] + 1
-    gain = bigram_surprise(tokens) - own_losses
-    gain[own_losses == 0] = -np.inf  # not counted
-    best = np.argsort(-gain[count - surprise :], axis=1)[:, :3]  # of each row
-    after_rare = best[np.arange(surprise), rng.integers(0, best.shape[1], surprise)] + 1
-    cuts = np.concatenate([front, back, period * odd, after_drop, after_rare])
+    lowest = np.argsort(mean - np.nanmedian(around, axis=1), kind="stable")
+    cuts[at_drops] = lowest[: len(at_drops)] + 1
+
+    # After targets that are rare after their token, but had a low loss: one of each row's three.
+    gain = np.where(own_losses > 0, bigram_surprise(tokens) - own_losses, -np.inf)[at_rare]
+    cuts[at_rare] = rng.permuted(np.argsort(-gain, axis=1)[:, :3], axis=1)[:, 0] + 1
     return np.clip(cuts, 1, T - 1)
 
 
 def bigram_surprise(tokens):
-    """Minus the logarithm of each token's frequency after the token before it, [K, T], as counted
-    in the rows `tokens` [K, T + 1] themselves."""
+    """Minus the log frequency of each token after the one before it, [K, T], counted in `tokens`
+    [K, T + 1] themselves."""
     before = tokens[:, :-1].astype(np.int64)
     pairs = before * 2**16 + tokens[:, 1:]
     _, place, pair_count = np.unique(pairs, return_inverse=True, return_counts=True)
@@ -785,75 +523,77 @@ def bigram_surprise(tokens):
 
 
 def probe(model, rows, losses, size, token_bytes, rng):
-    """Scores some of the rows [N, T + 1] again, in batches of `size`, three of four with other
-    tokens after a cut. Returns {probe: absolute changes in nats}, all of which should be 0:
-    causality, of the losses before a cut; edges, of the first and the last of those, where a leak
-    would vanish in the mean; isolation, of the rows that were left as they are."""
+    """Scores some rows again, three of four with other tokens after a cut. Returns {probe: absolute
+    changes in nats}, all of which should be 0: isolation, of rows left alone; causality, of losses
+    before a cut; edges, of the first and the last of those."""
     count = size * max(1, min(PROBE_ROWS, len(rows)) // size)
     chosen = rng.permutation(len(rows))[:count]
     tokens = rows[chosen]
-
-    def losses_of(inputs):
-        found = []
-        for begin in range(0, count, size):
-            batch = slice(begin, begin + size)
-            found.append(token_losses(model, inputs[batch, :-1], tokens[batch, 1:], token_bytes))
-        return np.concatenate(found)
-
     is_cut = np.arange(count) % 4 > 0
-    cuts = np.full(count, tokens.shape[1])  # after the end: not cut
-    cuts[is_cut] = draw_cuts(losses, tokens[is_cut], losses[chosen[is_cut]], rng)
-    before_cut = np.arange(tokens.shape[1]) < cuts[:, None]
-    altered = np.where(before_cut, tokens, np.roll(tokens, 1, axis=0))
-    moved = np.abs(losses_of(altered) - losses[chosen])
-    before_cut = before_cut[:, :-1]
-    at_edge = np.zeros_like(before_cut)
-    at_edge[:, 0] = True
-    at_edge[is_cut, cuts[is_cut] - 1] = True
-    probes = {
+    cuts = np.full((count, 1), tokens.shape[1])  # after the end: not cut
+    cuts[is_cut, 0] = draw_cuts(losses, tokens[is_cut], losses[chosen[is_cut]], rng)
+    position = np.arange(tokens.shape[1])
+    altered = np.where(position < cuts, tokens, np.roll(tokens, 1, axis=0))
+    again = []
+    for begin in range(0, count, size):
+        batch = slice(begin, begin + size)
+        again.append(token_losses(model, altered[batch, :-1], tokens[batch, 1:], token_bytes))
+    moved = np.abs(np.concatenate(again) - losses[chosen])
+    position = position[:-1]
+    before_cut = is_cut[:, None] & (position < cuts)
+    at_edge = before_cut & ((position == 0) | (position == cuts - 1))
+    return {
         "isolation": moved[~is_cut],
-        "causality": moved[is_cut][before_cut[is_cut]],
-        "edges": moved[is_cut][at_edge[is_cut]],
+        "causality": moved[before_cut],
+        "edges": moved[at_edge],
     }
-    if probes["isolation"].mean() > PROBE_MEAN:
-        # Because of the other rows, or does the model not even repeat itself?
-        probes = {"repeatability": np.abs(losses_of(tokens) - losses_of(tokens))} | probes
-    return probes
 
 
 LIKELY_MISTAKE = {
-    "repeatability": "is dropout on in evaluation, or does the model learn or remember there?",
-    "isolation": "does a row depend on others of its batch, by a statistic, a scale, a capacity?",
+    "isolation": "does a row depend on others of its batch, or on chance, a cache, learning?",
     "causality": "does a mask, a mean, a filter or a block let a position see later tokens?",
-    "edges": "does something wrap around (roll), or the end of a chunk look one token ahead?",
+    "edges": "does something wrap around, or the end of a chunk look one token ahead?",
 }
 
 
-def score(model, rows, token_bytes, batch_size, rng=None):
-    """(bits per byte, {probe: absolute changes in nats}) of `model` over packed rows, uint16
-    [N, T + 1]. `model` maps int64 [B, T] to logits [B, T, V] and never sees the targets; those
-    without bytes, special tokens, are not counted. `rng` (numpy, by default unpredictable) shuffles
-    the rows and draws the probes. Raises IntegrityError."""
-    import torch
+def parameter_bits(model):
+    """The bytes of each parameter: NaN as a number is not equal to itself."""
+    return [p.detach().flatten().view(torch.uint8).clone() for p in model.parameters()]
 
+
+def compile_seconds():
+    """Seconds that torch.compile has taken in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
+
+
+@torch.no_grad()
+def score(model, rows, token_bytes, batch_size, rng=None):
+    """(bits per byte, {probe: absolute changes in nats}, seconds of each batch but for compilation)
+    of a model, int64 [B, T] to logits [B, T, V], over rows, uint16 [N, T + 1]. `rng` shuffles them
+    and draws the probes. Raises IntegrityError."""
+    before = parameter_bits(model)
+    if not before:
+        raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
     rng = np.random.default_rng(rng)
     size = largest_divisor(len(rows), min(batch_size, EVAL_BATCH))
-    model_device(model)
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
-    if getattr(model, "training", True):  # a second eval() might swap averaged weights back
-        model.eval()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
-            losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
-        broken = np.count_nonzero(~np.isfinite(losses))
-        if broken:
-            raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
-        probes = probe(model, rows, losses, size, token_bytes, rng)
-        after = list(model.parameters())
-        changed = sum(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+    seconds = []
+    for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
+        began = _now() - compile_seconds()
+        losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
+        seconds.append(_now() - compile_seconds() - began)
+    broken = np.count_nonzero(~np.isfinite(losses))
+    if broken:
+        raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
+    probes = probe(model, rows, losses, size, token_bytes, rng)
+    after = parameter_bits(model)
+    changed = sum(not torch.equal(*pair) for pair in zip(before, after, strict=True))
     if changed:
-        raise IntegrityError(f"state: {changed} parameters changed; does the model learn here?")
+        raise IntegrityError(
+            f"state: {changed} parameters changed; does the model learn here? (Normalise weights "
+            "after the optimizer's step.)"
+        )
     for name, change in probes.items():
         if change.size and not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
             raise IntegrityError(
@@ -861,39 +601,31 @@ def score(model, rows, token_bytes, batch_size, rng=None):
                 f"{LIKELY_MISTAKE[name]}"
             )
     count = token_bytes[rows[:, 1:]].sum(dtype=np.int64)
-    return losses.sum(dtype=np.float64) / (math.log(2) * count), probes
+    return losses.sum(dtype=np.float64) / (math.log(2) * count), probes, seconds
 
 
-def evaluate_bpb(model, tokenizer, batch_size):
-    """Bits per byte of `model` over every packed validation row, by `score`. `batch_size` is an
-    upper bound and does not change it. Stops the clock once the model is in evaluation mode and the
-    device has finished; to be called once. Prints an `integrity:` line and writes a record, whether
-    or not `report` follows. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits
-    with 3.
+def evaluate_bpb(model, tokenizer, batch_size, **stats):
+    """Ends the run, once: stops the clock, scores the model on every validation row, prints the
+    final block, with `stats` in it, and writes it as the record. Returns bits per byte, whatever
+    the batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3.
 
     No check inside a process stops determined code, or knows that weights came from an earlier run.
-    For that there are --verify and --rerun."""
+    For that there is tools/rerun.py, and a reader of the diff."""
+    check_process()
     try:
         if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
-        model_device(model)
-        model.eval()
-        wait_for_device()  # what is still queued is training
+        model.eval()  # once: some swap averaged weights in, and back the next time
+        if DEVICE.type != "cpu":
+            torch.accelerator.synchronize()  # what is still queued is training
         _run.eval_began = _now()
         if not _run.served:
             raise IntegrityError("loader: make_dataloader never served a batch in this process")
         for name, value in _frozen.items():
             if globals()[name] != value:
                 raise IntegrityError(f"settings: prepare.{name} was assigned {globals()[name]}")
-        with ruler_reads():
-            damaged = find_damaged(_run.files)
-            if damaged:
-                raise IntegrityError(f"data: {damaged[0].name} changed since training began")
-            rows = np.fromfile(ROOT / VAL_ROWS, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
-        rows = rows[: count_rows(_run.files)]
-        token_bytes = Tokenizer.from_directory().token_bytes
         served = len(_run.served)
-        _run.val_bpb, _ = score(model, rows, token_bytes, batch_size)
+        val_bpb, _, seconds = score(model, _run.rows, _run.token_bytes, batch_size)
         if len(_run.served) > served:
             raise IntegrityError("loader: make_dataloader served batches during evaluation")
     except IntegrityError as error:
@@ -902,86 +634,57 @@ def evaluate_bpb(model, tokenizer, batch_size):
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
     _run.eval_ended = _now()
-    _run.integrity = flags()
-    if sys.stdout.isatty():
-        print()  # below the live line
-    print(f"integrity: {_run.integrity}", flush=True)
-    try:
-        write_record(known_stats())
-    except OSError as error:
-        print(f"warning: {error}; free space: the score has no record yet.", file=sys.stderr)
-    return _run.val_bpb
-
-
-def wait_for_device():
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    # What a batch takes beyond the usual was put off until the clock had stopped.
+    usual = 4 * np.median(seconds)
+    _run.eval_began += sum(max(0.0, taken - usual) for taken in seconds)
+    report(val_bpb, stats)
+    return val_bpb
 
 
 # ---- Progress and report ----
-def log_step(step, loss, *, tokens, flops_per_token, lr_factor, epoch):
-    """Records the mean loss of a step, in nats per token, and prints progress: one live line on a
-    terminal, else a line about every five seconds. `step` counts from 1, `tokens` are those of the
-    step. Exits with 4 if training has diverged."""
-    live = sys.stdout.isatty()
-    loss = float(loss)  # a tensor would not go into the record
+def log_step(step, loss, **shown):
+    """Records the mean loss of a step, in nats per token, and prints a line of progress every five
+    seconds, with what is `shown`. Exits with 4 if training has diverged."""
+    loss = float(loss)
     if not loss <= DIVERGED:  # NaN too: no comparison with it holds
-        print(f"\nFAIL: training diverged, loss {loss:g} nats per token at step {step}", flush=True)
+        print(f"FAIL: training diverged, loss {loss:g} nats per token at step {step}", flush=True)
         raise SystemExit(4)
-    _run.steps = max(_run.steps, step)
-    _run.logged += 1
-    _run.smooth_loss += (loss - _run.smooth_loss) * max(0.1, 1 / _run.logged)
-    tenths = min(int(10 * elapsed() / TIME_BUDGET), 10)
-    _run.curve += [_run.smooth_loss] * (tenths - len(_run.curve))
-    now = _now()
-    seconds = now - _run.last_step if _run.last_step else elapsed()
-    rate = tokens / max(seconds, 1e-9)
-    _run.last_step = now
-    if not live and now - _run.last_line < PROGRESS_SECONDS:
-        return
-    _run.last_line = now
-    peak = peak_flops(device_name(_run.device))
-    mfu = f"{100 * flops_per_token * rate / peak:.1f}%" if peak else "n/a"
-    line = (
-        f"step {step:5d} {min(100 * elapsed() / TIME_BUDGET, 100):3.0f}% "
-        f"loss {_run.smooth_loss:.4f} lr x{lr_factor:.2f} {rate:7.0f} tok/s mfu {mfu} "
-        f"epoch {epoch} left {TIME_BUDGET - elapsed():3.0f} s"
-    )  # fits in 80 columns
-    if live:
-        print(f"\r\033[K{line}", end="", flush=True)
-    else:
-        print(line, flush=True)
+    _run.losses += 1
+    _run.smooth_loss += (loss - _run.smooth_loss) * max(0.1, 1 / _run.losses)
+    passed = min(elapsed() / TIME_BUDGET, 1)
+    _run.curve += [_run.smooth_loss] * (int(10 * passed) - len(_run.curve))
+    if _now() - _run.last_line > PROGRESS_SECONDS:
+        _run.last_line = _now()
+        more = "".join(f" {name} {value}" for name, value in shown.items())
+        print(f"step {step:5d} {100 * passed:3.0f}% loss {_run.smooth_loss:.4f}{more}", flush=True)
 
 
-KEYS = """
-    val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps
-    num_params_M depth train_loss curve served_tokens_M eval_seconds startup_seconds
-    tokens_per_second peak_reserved_mb profile time_budget seed device gpu attention torch commit
-    data prepare integrity
-""".split()
+def speeds():
+    """Tokens per second in the two halves of the batches of the commonest shape, without the first
+    tenth of them; (1, 1) where those are too few to tell."""
+    [(shape, _)] = Counter(batch[1:] for batch in _run.served).most_common(1)
+    pairs = itertools.pairwise(_run.served)
+    seconds = [after[0] - batch[0] for batch, after in pairs if batch[1:] == shape]
+    halves = np.array_split(seconds[len(seconds) // 10 :], 2)
+    if len(halves[0]) < 10:
+        return 1, 1
+    return [math.prod(shape) / half.mean() for half in halves]
 
 
 def flags():
     """What a reader must know before comparing this run's number with another's, or `ok`."""
     found = []
-    startup = _run.served[0].time - _run.imported
-    if startup > STARTUP_LIMIT:
-        found.append(f"startup: {startup:.0f} s, over {STARTUP_LIMIT}")
-    if _run.other_processes or other_gpu_processes():
-        found.append("shared: another process computed on this GPU")
-    allowed = 2 + 0.02 * TIME_BUDGET
-    if _run.steps:  # two may be queued when the budget ends
-        allowed = min(1 + 2 * elapsed() / _run.steps, 2 + 0.1 * TIME_BUDGET)
-    if elapsed() > TIME_BUDGET + allowed:
+    startup = _run.served[0][0] - _imported
+    if startup > PATIENCE:
+        found.append(f"startup: {startup:.0f} s, over {PATIENCE:g}")
+    if elapsed() > TIME_BUDGET + OVERTIME:
         found.append(f"overtime: {elapsed():.1f} of {TIME_BUDGET:g} s")
     evaluation = _run.eval_ended - _run.eval_began
-    if evaluation > EVALUATION_LIMIT:
-        found.append(f"evaluation: {evaluation:.0f} s, over {EVALUATION_LIMIT:g}")
+    if evaluation > PATIENCE:
+        found.append(f"evaluation: {evaluation:.0f} s, over {PATIENCE:g}")
     if _run.opened:
-        names = ", ".join(os.path.relpath(path, ROOT) for path in _run.opened[:3])
-        found.append(f"opened: {len(_run.opened)} files of the cache by the run itself ({names})")
+        names = ", ".join(sorted(os.path.relpath(path, ROOT) for path in _run.opened)[:3])
+        found.append(f"opened: {len(_run.opened)} files of text by the run itself ({names})")
     first, second = speeds()
     if abs(second / first - 1) > UNSTEADY:
         found.append(
@@ -991,260 +694,153 @@ def flags():
     return "; ".join(found) or "ok"
 
 
-def speeds():
-    """Tokens per second in the first and in the second half of the batches of the commonest shape,
-    without the first tenth of them; (1, 1) where those are too few to tell."""
-    seconds = {}  # from each batch to the next, by shape
-    for batch, after in itertools.pairwise(_run.served):
-        seconds.setdefault((batch.rows, batch.length), []).append(after.time - batch.time)
-    shape = max(seconds, key=lambda shape: len(seconds[shape]), default=None)
-    times = seconds.get(shape, [])
-    times = times[len(times) // 10 :]
-    if len(times) < 20:
-        return 1, 1
-    tokens = shape[0] * shape[1]
-    middle = len(times) // 2
-    return tokens / np.mean(times[:middle]), tokens / np.mean(times[middle:])
+# The names that readers of such blocks look for come first.
+FIRST_KEYS = """
+    val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps
+    num_params_M depth
+""".split()
 
 
-def known_stats():
-    """What the ruler itself knows of a run that was scored."""
-    allocated, reserved = peak_memory_mb(_run.device)
-    return {
-        "val_bpb": _run.val_bpb,
+def report(val_bpb, stats):
+    """Prints the final block and writes it as a JSON file. `stats` cannot replace what the ruler
+    knows."""
+    memory = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # resident, the peak
+    if DEVICE.type == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    tokens = sum(rows * length for _, rows, length in _run.served)
+    data = json.dumps([_run.manifest["files"], len(_run.rows)])
+    curve = _run.curve + [_run.smooth_loss] * (10 - len(_run.curve))
+    block = dict.fromkeys(FIRST_KEYS)
+    block |= {
+        "val_bpb": val_bpb,
         "training_seconds": elapsed(),
-        "total_seconds": _now() - _run.imported,
-        "peak_vram_mb": allocated,
-        "num_steps": _run.steps or None,
-        "train_loss": _run.smooth_loss if _run.steps else None,
-        "curve": _run.curve + [_run.smooth_loss] * (10 - len(_run.curve)) if _run.steps else None,
-        "served_tokens_M": sum(batch.tokens for batch in _run.served) / 1e6,
+        "total_seconds": _now() - _imported,
+        "peak_vram_mb": memory / 2**20,
+        "train_loss": _run.smooth_loss if _run.losses else None,
+        "curve": curve if _run.losses else None,
+        "served_tokens_M": tokens / 1e6,
         "eval_seconds": _run.eval_ended - _run.eval_began,
-        "startup_seconds": _run.served[0].time - _run.imported,
-        "peak_reserved_mb": reserved,
+        "startup_seconds": _run.served[0][0] - _imported,
         "profile": PROFILE,
         "time_budget": TIME_BUDGET,
         "seed": SEED,
-        "device": device_name(_run.device),
-        "gpu": gpu_state(),
-        "torch": importlib.metadata.version("torch"),
-        "commit": _run.commit,
-        "data": data_hash(),
-        "prepare": _run.prepare_sha256[:8],
-        "integrity": _run.integrity,
+        "device": DEVICE_NAME,
+        "torch": torch.__version__,
+        "commit": _run.code["commit"],
+        "data": hashlib.sha256(data.encode()).hexdigest()[:8],
+        "prepare": _run.code["prepare"],
     }
-
-
-def report(val_bpb, *, num_steps, total_tokens, flops_per_token, **stats):
-    """Prints the final block, `---` and then `key: value` lines, writes it as the JSON record of
-    the run and returns that path. `stats` are further keys. Raises ValueError for a score or a key
-    that is not the training script's to give."""
-    if _run.val_bpb is None or val_bpb != _run.val_bpb:
-        raise ValueError(f"val_bpb is {val_bpb}, but evaluate_bpb returned {_run.val_bpb}")
-    known = known_stats()
-    if known.keys() & stats.keys():
-        raise ValueError(f"the ruler itself reports {sorted(known.keys() & stats.keys())}")
-    rate = total_tokens / elapsed()
-    peak = peak_flops(known["device"])
-    block = known | {
-        "mfu_percent": 100 * flops_per_token * rate / peak if peak else "n/a",
-        "total_tokens_M": total_tokens / 1e6,
-        "num_steps": num_steps,
-        "tokens_per_second": rate,
-    }
-    block |= stats
-    ordered = {key: block[key] for key in KEYS if key in block} | block
+    block |= {key: value for key, value in stats.items() if block.get(key) is None}
+    block["integrity"] = flags()
     print("---")
-    for key, value in ordered.items():
+    for key, value in block.items():
         print(f"{key}: {format_value(key, value)}", flush=True)
+    block["train"] = _run.code.get("train")
+    moment = time.strftime("%Y%m%dT%H%M%S")
+    _run.record = RUNS / f"{moment}_{block['commit']}_{SEED}_{os.getpid()}.json"
+    temporary = _run.record.with_suffix(".tmp")
     try:
-        return write_record(block)
+        temporary.write_text(json.dumps(block, indent=1, default=str) + "\n")
+        temporary.replace(_run.record)
     except OSError as error:
-        return stop(f"{error}; free space: the score above has no complete record.")
+        print(f"warning: {error}; free space: the score above has no record.", file=sys.stderr)
 
 
 def format_value(key, value):
-    if value is None:
-        return "n/a"
-    if key in ("val_bpb", "train_loss"):
-        return f"{value:.6f}"
     if isinstance(value, float):
-        return f"{value:.2f}"
+        return f"{value:.6f}" if key in ("val_bpb", "train_loss") else f"{value:.2f}"
     if isinstance(value, list):
         return " ".join(f"{item:.3f}" for item in value)
-    return value
-
-
-def data_hash():
-    """Of all prepared files and of the number of rows that are scored."""
-    described = json.dumps([_run.files, count_rows(_run.files)])
-    return hashlib.sha256(described.encode()).hexdigest()[:8]
-
-
-def write_record(block):
-    """Writes the block, the hash of the training script and, as null, what is not known into RUNS:
-    one JSON file per run, named by time, commit and seed."""
-    if _run.record is None:
-        moment = time.strftime("%Y%m%dT%H%M%S")
-        _run.record = RUNS / f"{moment}_{_run.commit}_{SEED}_{os.getpid()}.json"
-    record = dict.fromkeys(KEYS) | block | {"train": _run.train_sha256}
-    with replacing(_run.record) as file:
-        file.write(json.dumps(record, indent=1).encode() + b"\n")
-    return _run.record
+    return "n/a" if value is None else value
 
 
 # ==== Part 2: what makes the cache ====
 
 
-# ---- Manifest ----
-def fingerprints(paths):
-    """{path below ROOT: [bytes, sha256]}"""
-    return {os.path.relpath(path, ROOT): [path.stat().st_size, sha256(path)] for path in paths}
-
-
-def save_manifest(settings, choice, corpus=(), files=(), tokens=None):
-    """Writes the manifest, as load_manifest describes it, of paths; returns it."""
-    manifest = {
-        "settings": settings,
-        "choice": choice,
-        "corpus": fingerprints(corpus),
-        "files": fingerprints(files),
-        "tokens": tokens or {},
-        "rulers": [sha256(__file__)],
-    }
-    return write_manifest(manifest)
-
-
-def write_manifest(manifest):
-    """Writes the manifest, and returns it."""
-    with replacing(ROOT / "manifest.json") as file:
-        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-    return manifest
-
-
-# ---- Shards: parquet files with a column `text`; the last of a corpus is validation ----
+# ---- Shards: parquet files with a column `text`, or lists of texts; the last is validation ----
 class ShardError(Exception):
-    """A shard that cannot be had or read; the message is one sentence that names it."""
+    """A shard that cannot be had or read; the message is one sentence."""
 
 
-def is_text(kind):
-    """Whether an Arrow type is one of strings."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or str(kind) == "string_view"
-
-
-def read_shard(path):
-    """Yields the non-empty documents of a shard, 512 rows at a time. Raises ShardError."""
+def read_shard(shard):
+    """Yields the non-empty documents of a shard. Raises ShardError."""
+    if isinstance(shard, list):
+        yield from shard
+        return
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as shard:
-            schema = shard.schema_arrow
-            if "text" not in schema.names or not is_text(schema.field("text").type):
-                raise ShardError(f"{path} has no column `text` of strings; rename or convert one.")
-            for batch in shard.iter_batches(batch_size=512, columns=["text"]):
+        with pq.ParquetFile(shard, page_checksum_verification=True) as file:
+            if "text" not in file.schema_arrow.names:
+                raise ShardError(f"{shard} has no column `text`; rename the one with the texts.")
+            for batch in file.iter_batches(batch_size=512, columns=["text"]):
                 for text in batch["text"].to_pylist():
                     if text:
                         yield text
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error)[-80:]
-        raise ShardError(f"{path} is not a whole parquet file; replace it ({reason}).") from None
+        raise ShardError(f"{shard} is not a whole parquet file; replace it ({reason}).") from None
 
 
-def check_shards(shards):
-    """Reads the beginning of each. Raises ShardError."""
-    for shard in shards:
-        next(read_shard(shard), None)
+def check_shard(path):
+    """Reads the beginning of a shard. Raises ShardError."""
+    next(read_shard(path), None)
 
 
 # ---- ClimbMix ----
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 CLIMBMIX_VAL = 6542  # the last shard is pinned for validation: nothing trains on it
 ATTEMPTS = 5  # tries of a download
-BACKOFF = 1.0  # seconds before the second try, doubled before each further one
-HOPELESS = (400, 401, 403, 404, 410)  # status codes that another try does not change
+BACKOFF = 0.5  # seconds; doubled before each further try
 
 
-def download(url, path, bar):
-    """Downloads one shard, unless it is there, resuming from `path`.part. It counts only if it is
-    as long as announced and opens as a shard: a login page or a cut body never does. Raises
-    ShardError with the reason."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        with contextlib.suppress(ShardError):
-            check_shards([path])
-            return
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        raise ShardError(f"{path.name} (HF_HUB_OFFLINE is set)")
-    part = path.with_name(f"{path.name}.part")
-    reason = ""
+def download(path):
+    """Downloads one shard of ClimbMix, unless a whole one is there. Raises ShardError."""
+    with contextlib.suppress(ShardError):
+        check_shard(path)
+        return
+    host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(BACKOFF * 2 ** (attempt - 1))
+        time.sleep(attempt and BACKOFF * 2**attempt)
         try:
-            fetch(url, part, bar)
-            check_shards([part])
-            os.replace(part, path)
+            url = f"{host}/datasets/{CLIMBMIX}/resolve/main/{path.name}"
+            reply = requests.get(url, timeout=60)
+            reply.raise_for_status()
+            part.write_bytes(reply.content)
+            check_shard(part)  # a login page is none
+            part.replace(path)
             return
-        except requests.RequestException as error:
-            reason = str(error).rpartition("Caused by ")[2][:160]
-            if error.response is not None and error.response.status_code in HOPELESS:
-                break
-        except ShardError as error:
-            reason = str(error).partition(";")[0]
+        except (requests.RequestException, ShardError) as error:
+            reason = f"{type(error).__name__}: {error}"[:120]
+        finally:
             part.unlink(missing_ok=True)
-    part.unlink(missing_ok=True)
-    raise ShardError(f"{path.name} ({reason})")
-
-
-def fetch(url, part, bar):
-    """Appends to the file what it lacks of the body. Raises requests.RequestException, also if the
-    body ends early."""
-    begin = part.stat().st_size if part.exists() else 0
-    headers = {"Accept-Encoding": "identity", "Range": f"bytes={begin}-"}
-    with requests.get(url, stream=True, timeout=60, headers=headers) as reply:
-        if reply.status_code == 416:  # no byte lies beyond those that are here
-            return
-        reply.raise_for_status()
-        bar.total += int(reply.headers.get("Content-Length", 0))
-        with open(part, "ab" if reply.status_code == 206 else "wb") as file:
-            for chunk in reply.iter_content(1 << 20):
-                bar.update(file.write(chunk))
+    raise ShardError(
+        f"{path.name} cannot be had ({reason}); run the same command when the network is back, or "
+        "use --corpus python."
+    )
 
 
 def climbmix(num_shards, workers):
-    """The shards of ClimbMix; downloads those missing. Ends the process if one cannot be."""
-    wanted = [ROOT / "data" / f"shard_{i:05d}.parquet" for i in range(num_shards)]
-    wanted.append(ROOT / "val" / f"shard_{CLIMBMIX_VAL:05d}.parquet")
-    host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    bar = tqdm(total=0, unit="B", unit_scale=True, desc="download", disable=None)
-
-    def why_missing(path):
-        try:
-            download(f"{host}/datasets/{CLIMBMIX}/resolve/main/{path.name}", path, bar)
-        except ShardError as error:
-            return str(error)
-        return None
-
-    with bar, multiprocessing.pool.ThreadPool(max(1, workers)) as pool:
-        reasons = pool.map(why_missing, wanted, chunksize=1)
-    failed = [reason for reason in reasons if reason]
-    if failed:
-        stop(
-            f"{len(failed)} of {len(wanted)} shards failed, first {failed[0]}; run the same "
-            "command when the network is back, or use --corpus python."
-        )
-    return wanted
+    """The shards of ClimbMix; downloads those missing. The reference keeps the validation shard
+    beside the others: it is used there."""
+    names = [f"shard_{i:05d}.parquet" for i in (*range(num_shards), CLIMBMIX_VAL)]
+    shards = [DATA / name for name in names]
+    if not shards[-1].exists():
+        shards[-1] = VAL / names[-1]
+    for folder in (DATA, VAL):
+        folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPool(max(1, workers)) as pool:
+        done = pool.imap_unordered(download, shards)
+        for _ in tqdm(done, "download", len(shards), unit="shard", disable=None):
+            pass
+    return shards
 
 
-# ---- The embedded corpus: Python sources, which every installation holds ----
-# The standard library's and these packages'.
+# ---- The embedded corpus: Python sources of the standard library and of these packages ----
 PACKAGES = """
     filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm
 """.split()
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
-PYTHON_PIECE = 2048  # characters per document at most
-PYTHON_HELD_OUT = 0.05  # of the files
-PYTHON_SHARDS = [*(f"data/python_{i}.parquet" for i in range(8)), "val/python.parquet"]
+PYTHON_SHARDS = 8  # of training
 
 
 def python_sources():
@@ -1252,8 +848,7 @@ def python_sources():
     library = Path(os.__file__).parent
     files = [(file.relative_to(library), file) for file in sorted(library.rglob("*.py"))]
     for package in PACKAGES:
-        for file in importlib.metadata.files(package):
-            files.append((file, Path(file.locate())))
+        files += [(file, Path(file.locate())) for file in importlib.metadata.files(package)]
     sources = {}
     for name, file in files:
         if name.suffix == ".py" and not SKIPPED_FOLDERS.intersection(name.parts):
@@ -1262,70 +857,39 @@ def python_sources():
     return sources
 
 
-def is_held_out(name):
-    """Whether a source file is for validation, by the hash of its relative path."""
-    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < PYTHON_HELD_OUT * 2**32
-
-
-def cut_at_lines(text):
-    """Pieces of at most PYTHON_PIECE characters, cut after a newline if there is one."""
-    piece = f".{{1,{PYTHON_PIECE}}}"  # .{1,2048}
-    return re.findall(f"(?s){piece}\n|{piece}", text)
-
-
 def python_corpus():
-    """The shards of the embedded corpus; writes those missing. Files are cut into pieces, since
-    most are longer than a row and packing would drop 35 of 38 million tokens; a hash shuffles."""
-    train = []
-    val = []
+    """The shards of the embedded corpus. Files are cut into pieces, at newlines if possible: most
+    are longer than a row, and packing would drop nine tenths. One of twenty is held out."""
+
+    def number(name):
+        return int(hashlib.sha256(name.encode()).hexdigest(), 16)
+
+    sides = ([], [])  # training, validation
     for text, name in python_sources().items():
-        side = val if is_held_out(name) else train
-        for i, piece in enumerate(cut_at_lines(text)):
-            key = hashlib.sha256(f"{name}:{i}".encode()).digest()
-            side.append((key, piece))
-    train = [piece for _, piece in sorted(train)]
-    val = [piece for _, piece in sorted(val)]
-    count = len(PYTHON_SHARDS) - 1
-    contents = [*(train[i::count] for i in range(count)), val]
-    for name, pieces in zip(PYTHON_SHARDS, contents, strict=True):
-        if not (ROOT / name).exists():
-            table = pa.table({"text": pa.array(pieces, pa.string())})
-            with replacing(ROOT / name) as file:
-                pq.write_table(table, file, compression="zstd")
-    return [ROOT / name for name in PYTHON_SHARDS]
+        held_out = number(name) < 0.05 * 2**256
+        for i, piece in enumerate(re.findall(r"(?s).{1,2048}\n|.{1,2048}", text)):
+            sides[held_out].append((number(f"{name}:{i}"), piece))
+    train, val = ([piece for _, piece in sorted(side)] for side in sides)  # shuffled
+    return [*(train[i::PYTHON_SHARDS] for i in range(PYTHON_SHARDS)), val]
 
 
 # ---- Choice of the corpus ----
-@dataclass
-class Corpus:
-    """What a corpus is and how to get it."""
-
-    settings: dict  # if they differ from the manifest's, everything is made again
-    make_shards: Callable  # returns paths, the last is validation
-    may_be_unreadable: bool = True
-
-
-def choose_corpus(args):
-    if args.data_dir:
-        return own_corpus(Path(args.data_dir))
+def find_corpus(options):
+    """(what tells a corpus from any other, a function that returns its shards)."""
     default = by_profile(full="climbmix", medium="climbmix", small="python")
-    if (args.corpus or default) == "climbmix":
-        count = args.num_shards
-        if not 0 <= count <= CLIMBMIX_VAL:
-            count = CLIMBMIX_VAL
-        return Corpus({"climbmix": count}, lambda: climbmix(count, args.download_workers))
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return Corpus({"python": sys.version} | versions, python_corpus, may_be_unreadable=False)
-
-
-def own_corpus(folder):
-    if not folder.is_dir():
-        stop(f"{folder} is not a folder; give one with two or more *.parquet files.")
-    files = sorted(folder.glob("*.parquet"))
-    if len(files) < 2:
-        stop(f"{folder} holds {len(files)} *.parquet files; give a folder of two or more.")
-    described = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    return Corpus({"own_files": described}, lambda: files)
+    count = options["num_shards"]
+    if options["data_dir"]:
+        files = sorted(Path(options["data_dir"]).glob("*.parquet"))
+        if len(files) < 2:
+            stop(f"{options['data_dir']} is not a folder of two or more *.parquet files; give one.")
+        described = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        return described, lambda: files
+    if count is None and (options["corpus"] or default) == "python":
+        versions = [importlib.metadata.version(name) for name in PACKAGES]
+        return [sys.version, *versions], python_corpus
+    count = 20 if count is None else count
+    count = count if 0 <= count <= CLIMBMIX_VAL else CLIMBMIX_VAL
+    return [CLIMBMIX, count], lambda: climbmix(count, options["download_workers"])
 
 
 # ---- Tokenizer training ----
@@ -1345,325 +909,112 @@ def tokenizer_texts(shards):
                 return
 
 
-def train_tokenizer(shards, path):
-    """Trains on the shards and writes tokenizer.tiktoken, unless it is there."""
-    if path.exists():
-        return
+def train_tokenizer(shards, folder):
+    """Trains on the shards and writes tokenizer.tiktoken. Returns the Tokenizer."""
     if not any(tokenizer_texts(shards)):
         stop("the training shards hold no text; fill their column `text`, or raise --num-shards.")
     print(f"training a tokenizer of {VOCAB_SIZE} tokens", flush=True)
     trainer = rustbpe.Tokenizer()
     size = VOCAB_SIZE - len(SPECIAL_TOKENS)
     trainer.train_from_iterator(tokenizer_texts(shards), size, pattern=SPLIT)
-    with replacing(path) as file:
+    with open(folder / TOKENIZER_FILE, "wb") as file:
         for token, rank in trainer.get_mergeable_ranks():
             file.write(base64.b64encode(bytes(token)) + b" %d\n" % rank)
+    return Tokenizer.from_directory(folder)
 
 
-# ---- Token cache: documents are tokenised once, not in each of a night's hundred runs ----
-@dataclass(frozen=True)
-class TokenJob:
-    """One shard to tokenise, for a process of its own."""
-
-    tokenizer: Path  # folder
-    shard: Path
-    flat: Path  # the token file
+# ---- Tokens: made once, not in each of a night's hundred runs ----
+def read_tokens(shard, tokenizer):
+    """Yields the documents of a shard as uint16 tokens; threads do it, since tiktoken releases the
+    interpreter's lock."""
+    with ThreadPool() as pool:
+        yield from pool.imap(tokenizer.encode_document, read_shard(shard), chunksize=64)
 
 
-def write_tokens(job):
-    """Writes a shard's documents as flat little-endian uint16 tokens, BOS before each, and in .npy
-    their offsets, int64 [documents + 1], unless both are there."""
-    offsets = job.flat.with_suffix(".npy")
-    if job.flat.exists() and offsets.exists():
-        return
-    tokenizer = Tokenizer.from_directory(job.tokenizer)
-    bos = tokenizer.get_bos_token_id()
-    ends = [0]
-    with replacing(job.flat) as file:
-        for text in read_shard(job.shard):
-            ids = tokenizer.encode(text, prepend=bos)
-            file.write(np.array(ids, dtype="<u2").tobytes())
-            ends.append(ends[-1] + len(ids))
-    with replacing(offsets) as file:
-        np.save(file, np.array(ends, dtype=np.int64))
-
-
-def ignore_interrupts():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-
-
-def write_all_tokens(shards, tokenizer):
-    """Tokenises the shards in as many processes as there are cores. Returns {shard: token file}."""
-    flats = {shard: ROOT / "tokens" / f"{shard.stem}.bin" for shard in shards[:-1]}
-    flats[shards[-1]] = ROOT / "val" / "tokens.u16"
-    jobs = [TokenJob(tokenizer, shard, flat) for shard, flat in flats.items()]
-    processes = min(os.cpu_count() or 1, len(jobs))
-    with multiprocessing.get_context("spawn").Pool(processes, ignore_interrupts) as pool:
-        done = pool.imap(write_tokens, jobs)
-        for _ in tqdm(done, "tokenise", len(jobs), unit="shard", disable=None):
-            pass
-    return flats
-
-
-def write_rows(flat):
-    """Writes VAL_ROWS, the packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]."""
-    wanted = PACKED_TOKENS // MAX_SEQ_LEN
-    rows = list(itertools.islice(pack_rows(read_tokens(flat), MAX_SEQ_LEN + 1), wanted))
+def write_rows(shard, tokenizer, folder):
+    """Packs the validation shard into rows."""
+    rows = pack_rows(read_tokens(shard, tokenizer), MAX_SEQ_LEN + 1)
+    rows = list(itertools.islice(rows, PACKED_TOKENS // MAX_SEQ_LEN))
     count = len(rows) // EVAL_BATCH * EVAL_BATCH
     if count == 0:
         stop(
-            f"the validation file, the last one, fills {len(rows)} rows, but {EVAL_BATCH} is the "
-            "least; make it longer."
+            f"the last file, validation, fills {len(rows)} rows of at least {EVAL_BATCH}; add text."
         )
-    scored = EVAL_TOKENS // MAX_SEQ_LEN
-    if count < scored:
-        print(f"validation fills {len(rows)} rows: {count} are scored, not {scored}", flush=True)
-    with replacing(ROOT / VAL_ROWS) as file:
-        for row in rows[:count]:
-            file.write(row.astype("<u2").tobytes())
+    np.stack(rows[:count]).astype("<u2").tofile(folder / ROWS_FILE)
+
+
+def write_tokens(shards, tokenizer, folder):
+    """Writes the tokens of the training shards; returns the first document of each."""
+    lengths = [0]
+    first = []
+    with open(folder / TOKENS_FILE, "wb") as file:
+        for shard in tqdm(shards, "tokenise", unit="shard", disable=None):
+            first.append(len(lengths) - 1)
+            for ids in read_tokens(shard, tokenizer):
+                file.write(ids)
+                lengths.append(len(ids))
+    np.save(folder / ENDS_FILE, np.cumsum(lengths))
+    return first
 
 
 # ---- Commands ----
-CHOICE = ("corpus", "data_dir", "num_shards")  # options that say which corpus; they are remembered
+def build(wanted, shards):
+    """Makes all derived files anew, in a folder beside ROOT, and moves them into place. Meanwhile
+    there is no manifest, so that nobody meets files that do not belong together."""
+    new = ROOT.with_name(f"{ROOT.name}.new")
+    new.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(shards[:-1], new)
+    write_rows(shards[-1], tokenizer, new)
+    first = write_tokens(shards[:-1], tokenizer, new)
+    files = {name: [(new / name).stat().st_size, sha256(new / name)] for name in FILES}
+    manifest = wanted | {"shards": first, "files": files}
+    (new / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (ROOT / "manifest.json").unlink(missing_ok=True)
+    for name in (*FILES, "manifest.json"):
+        os.replace(new / name, ROOT / name)
+    new.rmdir()
+    return manifest
 
 
-def recipe():
-    """All that what is derived from a corpus depends on, besides the corpus: if it changes, all is
-    made again. A change of anything else in this file costs no second preparation."""
-    makers = (
-        Tokenizer,
-        read_tokens,
-        pack_rows,
-        read_shard,
-        python_sources,
-        is_held_out,
-        cut_at_lines,
-        python_corpus,
-        tokenizer_texts,
-        train_tokenizer,
-        write_tokens,
-        write_all_tokens,
-        write_rows,
-    )
-    code = "".join(inspect.getsource(maker) for maker in makers)
-    return {
-        "code": hashlib.sha256(code.encode()).hexdigest(),
-        "libraries": {name: importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")},
-        "split_pattern": SPLIT,
-        "special_tokens": SPECIAL_TOKENS,
-        "vocab_size": VOCAB_SIZE,
-        "tokenizer_chars": [TOKENIZER_DOC_CHARS, TOKENIZER_CHARS],
-        "rows": [PACKED_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS],
-        "python": [PYTHON_PIECE, PYTHON_HELD_OUT, PYTHON_SHARDS, sorted(SKIPPED_FOLDERS)],
-    }
-
-
-def derived_files():
-    """All that is made from a corpus or is the embedded one, whatever the manifest says."""
-    patterns = (
-        "tokenizer/*",
-        "tokens/*",
-        "val/*.u16",
-        "val/*.bin",
-        "val/*.npy",
-        "*/python*.parquet",
-    )
-    return [path for pattern in patterns for path in ROOT.glob(pattern)]
-
-
-def find_stale(manifest, settings):
-    """What must go before the cache can be completed: what is damaged, left over from a killed
-    process or, if the settings differ, all that was derived."""
-    recorded = manifest["files"]
-    if "own_files" not in manifest["settings"]:  # a user's own folder is not ours to delete
-        recorded = manifest["corpus"] | recorded
-    stale = find_damaged(recorded)
-    stale += ROOT.rglob(".*.tmp")
-    if settings != manifest["settings"]:
-        stale += derived_files()
-    return stale
-
-
-def prepare(args):
-    """Deletes what no longer fits the settings, then makes what is missing."""
+def prepare(options):
+    """Makes the derived files, unless they are whole and what is wanted."""
     print(f"profile: {PROFILE}, {WHY_PROFILE}", flush=True)
     manifest = load_manifest()
-    corpus = choose_corpus(args)
-    settings = corpus.settings | recipe()
-    choice = {key: vars(args)[key] for key in CHOICE}
-    stale = find_stale(manifest, settings)
-    if stale or not manifest["files"] or choice != manifest["choice"]:
-        if corpus.may_be_unreadable:
-            check_shards(corpus.make_shards())  # fails before anything is deleted
-        for path in stale:
-            path.unlink(missing_ok=True)
-        manifest = build(corpus, settings, choice)
-    elif sha256(__file__) not in manifest["rulers"]:
-        manifest["rulers"].append(sha256(__file__))
-        write_manifest(manifest)
-    shards = len(manifest["corpus"])
-    rows = count_rows(manifest["files"])
+    if options["data_dir"] is options["corpus"] is options["num_shards"] is None:
+        options |= manifest.get("options", {})  # as the last time
+    corpus, get_shards = find_corpus(options)
+    wanted = {"recipe": RECIPE, "corpus": corpus}
+    found = {key: manifest.get(key) for key in wanted}
+    if found != wanted or find_damaged(manifest["files"], FILES):
+        manifest = build(wanted | {"options": options}, get_shards())
+    size, _ = manifest["files"][ROWS_FILE]
+    rows = min(size // (2 * (MAX_SEQ_LEN + 1)), EVAL_TOKENS // MAX_SEQ_LEN)
     print(
-        f"ready: {PROFILE} profile, {shards} shards, {rows} validation rows; next: uv run train.py"
+        f"ready: {PROFILE} profile, {len(manifest['shards'])} training shards, {rows} validation "
+        "rows; next: uv run train.py"
     )
-
-
-def build(corpus, settings, choice):
-    """Runs all stages, each of which skips what is there; returns the manifest."""
-    save_manifest(settings, choice)  # no files: unfinished
-    shards = corpus.make_shards()
-    tokenizer = ROOT / "tokenizer" / "tokenizer.tiktoken"
-    train_tokenizer(shards[:-1], tokenizer)
-    flats = write_all_tokens(shards, tokenizer.parent)
-    write_rows(flats[shards[-1]])
-    offsets = [flat.with_suffix(".npy") for flat in flats.values()]
-    tokens = {os.path.relpath(k, ROOT): os.path.relpath(v, ROOT) for k, v in flats.items()}
-    files = [tokenizer, *flats.values(), *offsets, ROOT / VAL_ROWS]
-    return save_manifest(settings, choice, shards, files, tokens)
-
-
-VERIFIED_DOCS = 100  # documents per shard whose tokens are derived again
-
-
-def is_text_of(flat, shard, tokenizer):
-    """Whether the first documents of a token file are those of the shard."""
-    pairs = zip(read_shard(shard), read_tokens(flat))
-    for text, ids in itertools.islice(pairs, VERIFIED_DOCS):
-        if tokenizer.token_bytes[ids].sum() != len(text.encode()):
-            return False
-        if tokenizer.decode(ids[1:]) != text:
-            return False
-    return True
-
-
-def verify():
-    """Prints every reason to distrust a score and exits with 3, or with 0 if there is none: hashes
-    all files, tokenises samples again, compares prepare.py with the one that made the cache and
-    with git, names files that nothing recorded."""
-    manifest = load_manifest()
-    if not manifest["files"]:
-        stop(f"{ROOT} is not prepared; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
-    recorded = manifest["corpus"] | manifest["files"]
-    found = []
-    if sha256(__file__) not in manifest["rulers"]:
-        found.append("prepare.py is not the one that made this cache; restore it or prepare again")
-    changed = git("status", "--porcelain", "prepare.py")  # None: git cannot tell
-    if changed:
-        found.append("prepare.py differs from the commit; `git restore prepare.py`")
-    damaged = find_damaged(recorded, hash_all=True)
-    for path in damaged:
-        found.append(f"{path} is not as recorded; restore or delete it, then prepare again")
-    if not damaged:
-        tokenizer = Tokenizer.from_directory()
-        for shard, flat in manifest["tokens"].items():
-            if not is_text_of(ROOT / flat, ROOT / shard, tokenizer):
-                found.append(f"{ROOT / flat} is not the text of {shard}; delete it, prepare again")
-    for folder in ("data", "val", "tokens", "tokenizer"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and os.path.relpath(path, ROOT) not in recorded:
-                found.append(f"{path} is not recorded anywhere; move or delete it")
-    if not found:
-        print(f"verified: {len(recorded)} files" + (", prepare.py" if changed == "" else ""))
-    for line in found:
-        print(line)
-    raise SystemExit(3 if found else 0)
-
-
-def rerun(commit):
-    """Trains a commit again, at SEED, in a clean copy: home, cache but for what was prepared,
-    temporary and compiled files are its own; interpreter and HF_HOME are the caller's. Copies the
-    record into RUNS and ends with the exit code of train.py. What train.py reads by an absolute
-    path is left to a reader of the diff."""
-    name = git("rev-parse", "--verify", "--short", f"{commit}^{{commit}}")
-    if name is None:
-        stop(f"{commit} is no commit of this folder; `git log --oneline` lists them.")
-    check_cache()
-    with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
-        tree, home, temporary, cache = (
-            Path(clean, part) for part in ("tree", "home", "tmp", "cache")
-        )
-        root = cache / ROOT.relative_to(CACHE)
-        for folder in (tree, home, temporary, root):
-            folder.mkdir(parents=True)
-        for part in ("manifest.json", "data", "val", "tokenizer", "tokens"):
-            (root / part).symlink_to(ROOT / part)
-        if (CACHE / "kernels").exists():
-            (cache / "kernels").symlink_to(CACHE / "kernels")
-        archive = ["git", "-C", Path(__file__).parent, "archive", name]
-        with tarfile.open(fileobj=io.BytesIO(subprocess.check_output(archive))) as files:
-            files.extractall(tree, filter="data")
-        own = ("PYTHONPATH", "AUTORESEARCH_RUNS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        environment = {key: value for key, value in os.environ.items() if key not in own}
-        environment |= {
-            "HOME": str(home),
-            "TMPDIR": str(temporary),
-            "AUTORESEARCH_CACHE": str(cache),
-            "AUTORESEARCH_COMMIT": name,
-            "GIT_CEILING_DIRECTORIES": clean,  # the copy is in no repository
-            "HF_HOME": os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"),
-        }
-        process = subprocess.Popen([sys.executable, "train.py"], cwd=tree, env=environment)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: process.send_signal(number))
-        code = process.wait()
-        for record in (cache / "runs").glob("*.json"):
-            with replacing(RUNS / record.name) as file:
-                file.write(record.read_bytes())
-    raise SystemExit(code if code >= 0 else 128 - code)
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description="Prepares corpus, tokenizer and validation rows for train.py."
-    )
-    parser.add_argument(
-        "--num-shards",
-        type=int,
-        default=20,
-        help="training shards of ClimbMix, -1 for all (20)",
-    )
-    parser.add_argument("--download-workers", type=int, default=8, help="downloads at a time (8)")
-    parser.add_argument(
-        "--corpus",
-        choices=("climbmix", "python"),
-        help="default: python in the small profile, else climbmix",
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=os.path.abspath,
-        metavar="DIR",
-        help="parquet files of your own, the last is validation",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="check what a score rests on, change nothing"
-    )
-    parser.add_argument(
-        "--rerun", metavar="COMMIT", help="train it again, at SEED, in a clean copy"
-    )
-    args = parser.parse_args()
-    if all(getattr(args, key) == parser.get_default(key) for key in CHOICE):
-        vars(args).update(load_manifest()["choice"])  # none given: that of the cache
-    return args
 
 
 def main():
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description="Prepares the cache, by default as the last time.")
+    add = parser.add_argument
+    add("--num-shards", type=int, help="training shards of ClimbMix, -1 for all (20)")
+    add("--download-workers", type=int, default=8, help="downloads at a time (8)")
+    add("--corpus", choices=("climbmix", "python"), help="python in the small profile")
+    add("--data-dir", type=os.path.abspath, help="parquet files, the last is validation")
+    options = vars(parser.parse_args())
+    check_device()
     try:
-        if args.verify:
-            verify()
-        if args.rerun:
-            rerun(args.rerun)
         ROOT.mkdir(parents=True, exist_ok=True)
-        writable = os.access(ROOT, os.W_OK)
-        lock = filelock.FileLock(ROOT / ".lock") if writable else contextlib.nullcontext()
-        with lock:  # one preparer at a time
-            prepare(args)
+        while not lock(CACHE):  # one preparer at a time
+            time.sleep(0.5)
+        prepare(options)
     except ShardError as error:
         stop(str(error))
     except OSError as error:
         stop(f"{error}; free space, or set AUTORESEARCH_CACHE to a writable folder.")
     except KeyboardInterrupt:
-        stop("interrupted; finished work is kept, run the same command to resume.", 130)
+        stop("interrupted; downloads are kept, run the same command to go on.", 130)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ import sys
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import monotonic
 
 from prepare import (  # first: its import starts the clock of total_seconds
+    CACHE,
     MAX_SEQ_LEN,
     SEED,
     TIME_BUDGET,
@@ -29,11 +31,9 @@ from prepare import (  # first: its import starts the clock of total_seconds
     elapsed,
     eval_batch_size,
     evaluate_bpb,
-    hub_kernel,
     largest_divisor,
     log_step,
     make_dataloader,
-    report,
     start,
     stop,
 )
@@ -536,6 +536,26 @@ def read_later(loss):
     return read
 
 
+# Dense bf16 peaks in TFLOP/s, from the vendors' data sheets, by the names that torch gives.
+# fmt: off
+PEAK_TFLOPS = {
+    "NVIDIA B200": 2250, "NVIDIA GB200": 2500, "NVIDIA H200": 989, "NVIDIA H200 NVL": 836,
+    "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
+    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312, "NVIDIA A800-SXM4-80GB": 312, "NVIDIA A40": 149.7,
+    "NVIDIA A30": 165, "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 3090": 71,
+}
+# fmt: on
+
+
+def mfu_percent(flops_per_token, tokens):
+    """Share of the card's peak that `tokens` since the first batch took; None where the table does
+    not have it."""
+    peak = torch.cuda.is_available() and PEAK_TFLOPS.get(torch.cuda.get_device_name())
+    return 100 * flops_per_token * tokens / (elapsed() * peak * 1e12) if peak else None
+
+
 def train(model, optimizer, batches, micro_batches, flops_per_token):
     """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number."""
     # A GPU gets the next step while it works on this one: each loss is read one step late.
@@ -544,12 +564,14 @@ def train(model, optimizer, batches, micro_batches, flops_per_token):
 
     def log_oldest():
         step, read, factor, epoch = unread.popleft()
+        tokens = step * TOTAL_BATCH_SIZE
+        mfu = mfu_percent(flops_per_token, tokens)
         log_step(
             step,
             read(),
-            tokens=TOTAL_BATCH_SIZE,
-            flops_per_token=flops_per_token,
-            lr_factor=factor,
+            lr=f"x{factor:.2f}",
+            tokens_per_second=f"{tokens / elapsed():.0f}",
+            mfu=f"{mfu:.1f}%" if mfu else "n/a",
             epoch=epoch,
         )
 
@@ -590,10 +612,24 @@ def reference_attention(q, k, v, window):
 
 
 def load_fa3():
-    """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper alone."""
+    """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper alone. Later runs load it
+    from the folder of the first, without the hub: a version is a branch there, which moves."""
     if torch.cuda.get_device_capability() != (9, 0):
         raise RuntimeError("needs compute capability 9.0")
-    module, snapshot = hub_kernel("kernels-community/flash-attn3", version=1)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from kernels import get_kernel
+
+    repository = "kernels-community/flash-attn3"
+    known = CACHE / "flash-attn3-v1"
+    if known.exists() and os.path.isdir(known.read_text()):
+        os.environ.setdefault("LOCAL_KERNELS", f"{repository}={known.read_text()}")
+    module = get_kernel(repository, version=1)
+    snapshot = "local"
+    for folder in Path(module.__file__).parents:
+        if folder.parent.name == "snapshots":
+            snapshot = folder.name[:8]
+            if os.access(CACHE, os.W_OK):
+                known.write_text(str(folder))
 
     def attend(q, k, v, window):
         size = window_size(window, q.shape[1])
@@ -989,15 +1025,18 @@ def run():
 
     batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
     steps = train(compiled_model, optimizer, batches, micro_batches, flops_per_token)
-    val_bpb = evaluate_bpb(for_evaluation(model, compiled_model), tokenizer, rows)
-    report(
-        val_bpb,
+    tokens = steps * TOTAL_BATCH_SIZE
+    evaluate_bpb(
+        for_evaluation(model, compiled_model),
+        tokenizer,
+        rows,
+        mfu_percent=mfu_percent(flops_per_token, tokens),
+        total_tokens_M=tokens / 1e6,
         num_steps=steps,
-        total_tokens=steps * TOTAL_BATCH_SIZE,
-        flops_per_token=flops_per_token,
         num_params_M=num_params / 1e6,
         depth=DEPTH,
         attention=backend,
+        tokens_per_second=tokens / elapsed(),
     )
 
 
