@@ -1,6 +1,6 @@
 """
-prepare.py, the ruler of autoresearch: data, tokenizer, loader, clock, metric, report. Nobody edits
-it during a night of research.
+prepare.py, the ruler of autoresearch: data, tokenizer, loader, clock, metric. Nobody edits it
+during a night of research.
 
     uv run prepare.py                  prepare what this machine needs
     uv run prepare.py --data-dir DIR   a corpus of your own: parquet files with a column `text`; the
@@ -29,7 +29,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from time import monotonic as _now  # bound here, so that patching `time` has no effect
@@ -80,8 +79,8 @@ def check_device():
         usable = torch.cuda.get_device_capability() >= (7, 5)  # Turing, the oldest in this torch
     if not usable:
         stop(
-            "torch cannot use the GPU here; update the driver (580 or newer), choose another GPU "
-            "(Turing or newer) by CUDA_VISIBLE_DEVICES, or set that to -1 to go without one."
+            "torch cannot use the GPU here; update its driver (580 or newer), or set "
+            "CUDA_VISIBLE_DEVICES to another GPU (Turing or newer), or to -1 for none."
         )
 
 
@@ -122,13 +121,13 @@ SPLIT = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Of the probes, in nats. Honest models moved by at most 2e-5 on average and 0.02 at one position.
+# Limits of the probes, in nats. Honest models moved by up to 2e-5 on average, 0.02 at one position.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
 PROBE_ROWS = by_profile(full=288, medium=112, small=56)  # at most so many rows are scored again
 NEIGHBOURS = 32  # positions to each side that the loss at a position is compared with
 
-# Of the flags.
+# Limits of the flags.
 OVERTIME = 1 + 0.01 * TIME_BUDGET  # seconds
 PATIENCE = max(300, TIME_BUDGET)  # seconds before the first batch, and of evaluation
 UNSTEADY = 0.10  # relative change of speed within a run
@@ -137,17 +136,17 @@ DIVERGED = 100  # nats; a higher loss, or NaN, ends the run
 PROGRESS_SECONDS = 5  # between two lines of progress
 
 # What a run may not assign to; checked when it is scored.
-FROZEN = ("TIME_BUDGET", "EVAL_BATCH", "PROBE_ROWS", "PROBE_MEAN", "PROBE_PEAK", "NEIGHBOURS")
+FROZEN = "TIME_BUDGET EVAL_BATCH PROBE_ROWS PROBE_MEAN PROBE_PEAK NEIGHBOURS".split()
 _frozen = {name: globals()[name] for name in FROZEN}
 
 
-# ---- Cache: raw shards are only ever added, what is derived from them is made as a whole ----
+# ---- Cache: raw shards are only ever added, what is derived is made as a whole ----
 CACHE = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch")
 CACHE = CACHE.expanduser().absolute()
 RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").absolute()  # a record per run
 DATA = CACHE / "data"
 VAL = CACHE / "val"
-# Derived. `medium` scores the first rows of those that `full` scores.
+# What is derived. `medium` scores the first rows of those that `full` scores.
 ROOT = CACHE / by_profile(full="full", medium="full", small="small")
 PACKED_TOKENS = by_profile(full=EVAL_TOKENS, medium=40 * 524288, small=EVAL_TOKENS)
 TOKENIZER_FILE = "tokenizer.tiktoken"
@@ -164,8 +163,8 @@ RECIPE = [  # all that the derived files depend on, besides the corpus
 
 
 def load_manifest():
-    """What was prepared, or {}: `recipe`, `corpus` and the `options` that chose it; `shards`, the
-    first document of each; `files`, {name: [bytes, sha256]}."""
+    """What was prepared, or {}. `shards` has the first document of each, `files` {name: [bytes,
+    sha256]}."""
     with contextlib.suppress(OSError, ValueError):
         manifest = json.loads((ROOT / "manifest.json").read_text())
         if "recipe" in manifest:
@@ -202,14 +201,13 @@ def check_cache():
 
 
 def lock(folder):
-    """Locks a folder, without a file in it, until this process ends; False if another has it."""
+    """Locks a folder until this process ends, without a file in it; False if another has it."""
     handle = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # of file systems without locks
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        return not isinstance(error, BlockingIOError)  # some file systems have no locks
     return True
 
 
@@ -262,26 +260,20 @@ class Tokenizer:
 
 
 # ---- Start of a run ----
-@dataclass
 class Run:
-    """The state of the run in this process. Times are those of `_now`."""
+    """The state of this process's run; `start` adds what it reads. Times are those of `_now`."""
 
-    manifest: dict = field(default_factory=dict)
-    rows: np.ndarray | None = None  # the validation rows that are scored
-    token_bytes: np.ndarray | None = None
-    tokens: np.ndarray | None = None  # of all training documents
-    ends: np.ndarray | None = None
-    watched: tuple = ()  # folders of text
-    code: dict = field(default_factory=dict)  # commit and hashes of what runs
-    served: list = field(default_factory=list)  # (time, rows, tokens per row) of each batch
-    opened: set = field(default_factory=set)  # files of text that the run itself opened
-    losses: int = 0  # how many log_step was told
-    smooth_loss: float = 0.0
-    curve: list = field(default_factory=list)  # the same at 10, 20, ... 100 % of the budget
-    last_line: float = -math.inf  # when log_step printed one
-    eval_began: float | None = None  # which stops the clock
-    eval_ended: float | None = None
-    record: Path | None = None
+    def __init__(self):
+        self.manifest = {}
+        self.watched = ()  # folders of text
+        self.opened = set()  # files of text that the run itself opened
+        self.served = []  # (time, rows, tokens per row) of each batch
+        self.losses = 0  # how many log_step was told
+        self.smooth_loss = 0.0
+        self.curve = []  # the same at 10, 20, ... 100 % of the budget
+        self.last_line = -math.inf  # when log_step printed one
+        self.eval_began = None  # which stops the clock
+        self.record = None
 
 
 _run = Run()
@@ -296,8 +288,7 @@ def check_process():
 
 
 def current_commit():
-    """The short commit of this folder, `+dirty` where git status names anything, new files too;
-    AUTORESEARCH_COMMIT where there is no git."""
+    """Short, `+dirty` where git status names any file; without git AUTORESEARCH_COMMIT."""
 
     def git(*arguments):
         command = ["git", "-C", Path(__file__).parent, *arguments]
@@ -313,7 +304,7 @@ def current_commit():
 def watch(event, arguments):
     """An audit hook: notes each file of text that a run opens. The ruler has its own open by then,
     and another loader may meet the validation rows. What pyarrow or a copy reads is not seen."""
-    if event == "open" and _run.watched and isinstance(arguments[0], (str, bytes, os.PathLike)):
+    if event == "open" and _run.watched and not isinstance(arguments[0], int):
         path = os.path.realpath(os.fsdecode(arguments[0]))
         if path.startswith(_run.watched) and path.endswith((".parquet", ".u16", ".npy")):
             check_process()
@@ -345,23 +336,20 @@ def start():
         stop("the cache was prepared anew while this run began; run it again.")
     RUNS.mkdir(parents=True, exist_ok=True)
     script = getattr(sys.modules["__main__"], "__file__", "")  # none in a notebook, python -c or -
-    if os.path.isfile(script):
-        if not lock(os.path.dirname(os.path.abspath(script))):
-            stop("another run of this folder goes on; let it end, or end it (pgrep -af train.py).")
-        _run.code["train"] = sha256(script)
-    _run.code |= {"commit": current_commit(), "prepare": sha256(__file__)[:8]}
-    print(f"run: {PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit", end=" ")
-    print(f"{_run.code['commit']}, {DEVICE_NAME}")
+    if os.path.isfile(script) and not lock(os.path.dirname(os.path.abspath(script))):
+        stop("another run of this folder goes on; let it end, or end it (pgrep -af train.py).")
+    _run.commit = current_commit()
+    _run.hashes = [sha256(file) if os.path.isfile(file) else None for file in (__file__, script)]
+    what = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
+    print(f"run: {what}, {DEVICE_NAME}")
     if DEVICE.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         if total - free > 2e9:  # CUDA itself takes up to 1e9
             print(f"note: {(total - free) / 1e9:.0f} GB of this GPU are in use by other programs")
     if DEVICE.type == "cpu":
         keep_memory()
-        # Processes that would compile Triton's kernels; each imports torch, and a CPU needs none.
-        os.environ.setdefault("TORCH_WARM_POOL", "0")
-        # With nvcc but no GPU, torch would print a warning.
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that would compile for Triton
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc, no GPU
     folders = [ROOT, DATA, VAL, manifest["options"]["data_dir"] or ROOT]
     _run.watched = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     _run.manifest = manifest
@@ -376,22 +364,6 @@ def elapsed():
     if not _run.served:
         return 0.0
     return (_run.eval_began or _now()) - _run.served[0][0]
-
-
-class TrainDocuments:
-    """All training documents, uint16, forever; `epoch` counts the passes. Shards keep their order,
-    rotated by SEED."""
-
-    epoch = 0
-
-    def __iter__(self):
-        count = len(_run.ends) - 1
-        shards = _run.manifest["shards"]
-        first = shards[SEED % len(shards)]
-        while True:
-            self.epoch += 1
-            for i in itertools.chain(range(first, count), range(first)):
-                yield _run.tokens[_run.ends[i] : _run.ends[i + 1]]
 
 
 def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
@@ -430,10 +402,19 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     if split != "train":
         raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
     start()
+    epoch = 0
+
+    def read_documents():
+        nonlocal epoch
+        shards = _run.manifest["shards"]  # in their order, rotated by SEED
+        first = shards[SEED % len(shards)]
+        while True:
+            epoch += 1
+            for i in itertools.chain(range(first, len(_run.ends) - 1), range(first)):
+                yield _run.tokens[_run.ends[i] : _run.ends[i + 1]]
 
     def serve_batches():
-        documents = TrainDocuments()
-        rows = pack_rows(documents, T + 1, buffer_size)
+        rows = pack_rows(read_documents(), T + 1, buffer_size)
         while True:
             check_process()
             packed = np.stack(list(itertools.islice(rows, B)))
@@ -445,18 +426,18 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
             inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
             targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
             _run.served.append((_now(), B, T))
-            yield inputs, targets, documents.epoch
+            yield inputs, targets, epoch
 
     return serve_batches()
 
 
 # ---- Metric ----
 class IntegrityError(Exception):
-    """A score that cannot be trusted; the message names the check and the number."""
+    """A score that cannot be trusted, and why."""
 
 
 def largest_divisor(number, at_most):
-    """The largest divisor of `number` that is at most max(at_most, 1)."""
+    """The largest divisor of `number` up to `at_most`, at least 1."""
     return max(size for size in range(1, max(at_most, 1) + 1) if number % size == 0)
 
 
@@ -486,8 +467,8 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(losses, tokens, own_losses, rng):
-    """Where to cut the rows `tokens` [K, T + 1], int [K] from 1 to T - 1, given their losses [K, T]
-    and those of all rows [N, T]. Each quarter is aimed at a kind of leak."""
+    """Where to cut the rows `tokens` [K, T + 1], int [K], given their own losses [K, T] and those
+    of all rows [N, T]. Each quarter is aimed at a kind of leak."""
     K, T = own_losses.shape
     at_ends, at_chunks, at_drops, at_rare = np.array_split(np.arange(K), 4)
     cuts = np.empty(K, dtype=int)
@@ -660,8 +641,8 @@ def log_step(step, loss, **shown):
 
 
 def speeds():
-    """Tokens per second in the two halves of the batches of the commonest shape, without the first
-    tenth of them; (1, 1) where those are too few to tell."""
+    """Tokens per second in the two halves of the batches of the commonest shape, but for the first
+    tenth; (1, 1) where those are too few to tell."""
     [(shape, _)] = Counter(batch[1:] for batch in _run.served).most_common(1)
     pairs = itertools.pairwise(_run.served)
     seconds = [after[0] - batch[0] for batch, after in pairs if batch[1:] == shape]
@@ -673,15 +654,12 @@ def speeds():
 
 def flags():
     """What a reader must know before comparing this run's number with another's, or `ok`."""
-    found = []
-    startup = _run.served[0][0] - _imported
-    if startup > PATIENCE:
-        found.append(f"startup: {startup:.0f} s, over {PATIENCE:g}")
-    if elapsed() > TIME_BUDGET + OVERTIME:
-        found.append(f"overtime: {elapsed():.1f} of {TIME_BUDGET:g} s")
-    evaluation = _run.eval_ended - _run.eval_began
-    if evaluation > PATIENCE:
-        found.append(f"evaluation: {evaluation:.0f} s, over {PATIENCE:g}")
+    limits = [
+        ("startup", _run.served[0][0] - _imported, PATIENCE),
+        ("overtime", elapsed(), TIME_BUDGET + OVERTIME),
+        ("evaluation", _run.eval_ended - _run.eval_began, PATIENCE),
+    ]
+    found = [f"{name}: {took:.1f} s, over {most:g}" for name, took, most in limits if took > most]
     if _run.opened:
         names = ", ".join(sorted(os.path.relpath(path, ROOT) for path in _run.opened)[:3])
         found.append(f"opened: {len(_run.opened)} files of text by the run itself ({names})")
@@ -702,8 +680,7 @@ FIRST_KEYS = """
 
 
 def report(val_bpb, stats):
-    """Prints the final block and writes it as a JSON file. `stats` cannot replace what the ruler
-    knows."""
+    """Prints the final block and writes it as JSON; no stat replaces what the ruler knows."""
     memory = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # resident, the peak
     if DEVICE.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -726,16 +703,16 @@ def report(val_bpb, stats):
         "seed": SEED,
         "device": DEVICE_NAME,
         "torch": torch.__version__,
-        "commit": _run.code["commit"],
+        "commit": _run.commit,
         "data": hashlib.sha256(data.encode()).hexdigest()[:8],
-        "prepare": _run.code["prepare"],
+        "prepare": _run.hashes[0][:8],
     }
     block |= {key: value for key, value in stats.items() if block.get(key) is None}
     block["integrity"] = flags()
     print("---")
     for key, value in block.items():
         print(f"{key}: {format_value(key, value)}", flush=True)
-    block["train"] = _run.code.get("train")
+    block["train"] = _run.hashes[1]
     moment = time.strftime("%Y%m%dT%H%M%S")
     _run.record = RUNS / f"{moment}_{block['commit']}_{SEED}_{os.getpid()}.json"
     temporary = _run.record.with_suffix(".tmp")
@@ -793,7 +770,7 @@ BACKOFF = 0.5  # seconds; doubled before each further try
 
 
 def download(path):
-    """Downloads one shard of ClimbMix, unless a whole one is there. Raises ShardError."""
+    """Downloads a shard, unless a whole one is there. Raises ShardError."""
     with contextlib.suppress(ShardError):
         check_shard(path)
         return
@@ -819,16 +796,16 @@ def download(path):
     )
 
 
-def climbmix(num_shards, workers):
-    """The shards of ClimbMix; downloads those missing. The reference keeps the validation shard
-    beside the others: it is used there."""
-    names = [f"shard_{i:05d}.parquet" for i in (*range(num_shards), CLIMBMIX_VAL)]
-    shards = [DATA / name for name in names]
+def climbmix(count):
+    """The validation shard of ClimbMix behind `count` others, below 0 all; downloads those missing.
+    The reference keeps validation beside the others: it is used there."""
+    numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
+    shards = [DATA / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
     if not shards[-1].exists():
-        shards[-1] = VAL / names[-1]
-    for folder in (DATA, VAL):
-        folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPool(max(1, workers)) as pool:
+        shards[-1] = VAL / shards[-1].name
+    DATA.mkdir(exist_ok=True)
+    VAL.mkdir(exist_ok=True)
+    with ThreadPool(8) as pool:
         done = pool.imap_unordered(download, shards)
         for _ in tqdm(done, "download", len(shards), unit="shard", disable=None):
             pass
@@ -876,20 +853,20 @@ def python_corpus():
 # ---- Choice of the corpus ----
 def find_corpus(options):
     """(what tells a corpus from any other, a function that returns its shards)."""
-    default = by_profile(full="climbmix", medium="climbmix", small="python")
+    folder = options["data_dir"]
     count = options["num_shards"]
-    if options["data_dir"]:
-        files = sorted(Path(options["data_dir"]).glob("*.parquet"))
+    if folder:
+        files = sorted(Path(folder).glob("*.parquet"))
         if len(files) < 2:
-            stop(f"{options['data_dir']} is not a folder of two or more *.parquet files; give one.")
+            stop(f"{folder} is not a folder of two or more *.parquet files; give one.")
         described = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         return described, lambda: files
-    if count is None and (options["corpus"] or default) == "python":
+    default = "python" if PROFILE == "small" and count is None else "climbmix"
+    if (options["corpus"] or default) == "python":
         versions = [importlib.metadata.version(name) for name in PACKAGES]
         return [sys.version, *versions], python_corpus
     count = 20 if count is None else count
-    count = count if 0 <= count <= CLIMBMIX_VAL else CLIMBMIX_VAL
-    return [CLIMBMIX, count], lambda: climbmix(count, options["download_workers"])
+    return [CLIMBMIX, count], lambda: climbmix(count)
 
 
 # ---- Tokenizer training ----
@@ -925,8 +902,7 @@ def train_tokenizer(shards, folder):
 
 # ---- Tokens: made once, not in each of a night's hundred runs ----
 def read_tokens(shard, tokenizer):
-    """Yields the documents of a shard as uint16 tokens; threads do it, since tiktoken releases the
-    interpreter's lock."""
+    """Yields the documents of a shard as uint16 tokens, by threads: tiktoken lets them run."""
     with ThreadPool() as pool:
         yield from pool.imap(tokenizer.encode_document, read_shard(shard), chunksize=64)
 
@@ -959,8 +935,8 @@ def write_tokens(shards, tokenizer, folder):
 
 # ---- Commands ----
 def build(wanted, shards):
-    """Makes all derived files anew, in a folder beside ROOT, and moves them into place. Meanwhile
-    there is no manifest, so that nobody meets files that do not belong together."""
+    """Makes the derived files in a folder beside ROOT and moves them into place; meanwhile there is
+    no manifest, so that nobody meets files that do not belong together."""
     new = ROOT.with_name(f"{ROOT.name}.new")
     new.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(shards[:-1], new)
@@ -999,7 +975,6 @@ def main():
     parser = argparse.ArgumentParser(description="Prepares the cache, by default as the last time.")
     add = parser.add_argument
     add("--num-shards", type=int, help="training shards of ClimbMix, -1 for all (20)")
-    add("--download-workers", type=int, default=8, help="downloads at a time (8)")
     add("--corpus", choices=("climbmix", "python"), help="python in the small profile")
     add("--data-dir", type=os.path.abspath, help="parquet files, the last is validation")
     options = vars(parser.parse_args())
