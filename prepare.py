@@ -6,8 +6,8 @@ during a night of research.
     uv run prepare.py --data-dir DIR   a corpus of your own: parquet files with a column `text`; the
                                        last by name is validation
 
-Part 1 is what a run uses, part 2 makes the cache. Exit codes, also of train.py: 0 good, 1 a bug, 2
-set-up or usage, 3 integrity, 4 diverged, 5 out of memory.
+Part 1 is what a run uses, part 2 makes the cache. Exit codes, also of train.py: 0 success, 1 a bug,
+2 set-up or usage, 3 integrity, 4 diverged, 5 out of memory.
 """
 
 import argparse
@@ -50,45 +50,42 @@ from tqdm import tqdm
 
 
 # ---- Device and profile ----
+DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda")
+DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type
+DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, in Linux and in WSL
+
+
 def stop(sentence, code=2):
-    """Ends the process with one sentence: what is wrong and how to fix it."""
+    """Exits with one sentence: what is wrong and how to fix it."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
 def choose_profile():
-    """(profile, why), by the memory of the card."""
+    """From the environment, else by the memory of the card."""
     chosen = os.environ.get("AUTORESEARCH_PROFILE")
-    if chosen:
-        return chosen, "as AUTORESEARCH_PROFILE says"
-    if DEVICE.type != "cuda":
-        return "small", "torch finds no CUDA GPU"
-    card = torch.cuda.get_device_properties(DEVICE)
-    why = f"for {card.name} with {card.total_memory / 1e9:.0f} GB"
-    return ("full" if card.total_memory >= 40e9 else "medium"), why
-
-
-DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, in Linux and in WSL
+    if chosen or DEVICE.type != "cuda":
+        return chosen or "small"
+    memory = torch.cuda.get_device_properties(DEVICE).total_memory
+    return "full" if memory >= 40e9 else "medium"
 
 
 def check_device():
-    """Ends the process where there is an NVIDIA GPU that torch cannot use."""
+    """Exits where there is an NVIDIA GPU that torch cannot use."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     usable = hidden or not any(os.path.exists(path) for path in DRIVERS)
     if DEVICE.type == "cuda":
         usable = torch.cuda.get_device_capability() >= (7, 5)  # Turing, the oldest in this torch
     if not usable:
         stop(
-            "torch cannot use the GPU here; update its driver (580 or newer), or set "
-            "CUDA_VISIBLE_DEVICES to another GPU (Turing or newer), or to -1 for none."
+            "torch cannot use the GPU here; update its driver (to 580 or newer), or set "
+            "CUDA_VISIBLE_DEVICES to a GPU from Turing on, or to -1 for none."
         )
 
 
-DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-if torch.cuda.is_available():
-    DEVICE = torch.device("cuda")
-DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type
-PROFILE, WHY_PROFILE = choose_profile()
+PROFILE = choose_profile()
 if PROFILE not in ("full", "medium", "small"):
     stop(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
 
@@ -102,12 +99,12 @@ def by_profile(*, full, medium, small):
 try:
     TIME_BUDGET = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)  # seconds
     SEED = int(os.environ.get("SEED") or 42)
+    if not (0 < TIME_BUDGET < 1e9 and 0 <= SEED < 2**63):
+        raise ValueError("out of range")
 except ValueError as error:
-    stop(f"{error}; AUTORESEARCH_TIME_BUDGET and SEED are numbers: change or unset them.")
-if not (0 < TIME_BUDGET < 1e9 and 0 <= SEED < 2**63):
-    stop(f"AUTORESEARCH_TIME_BUDGET {TIME_BUDGET:g} or SEED {SEED} is out of range; change it.")
+    stop(f"AUTORESEARCH_TIME_BUDGET or SEED: {error}; change or unset it.")
 
-# Scores can be compared only between runs that share these.
+# Only runs that share these can be compared.
 MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # tokens per row
 EVAL_TOKENS = by_profile(full=40 * 2**19, medium=2**21, small=2**18)  # validation tokens scored
 VOCAB_SIZE = by_profile(full=8192, medium=8192, small=2048)  # the four special tokens included
@@ -121,14 +118,14 @@ SPLIT = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Limits of the probes, in nats. Honest models moved by up to 2e-5 on average, 0.02 at one position.
+# Of `probe`: nats that a loss may move. Honest models: 2e-5 on average, 0.02 at one position.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
-PROBE_ROWS = by_profile(full=288, medium=112, small=56)  # at most so many rows are scored again
+PROBE_ROWS = by_profile(full=288, medium=112, small=56)  # rows scored again, at most
 NEIGHBOURS = 32  # positions to each side that the loss at a position is compared with
 
-# Limits of the flags.
-OVERTIME = 1 + 0.01 * TIME_BUDGET  # seconds
+# Of `flags`.
+OVERTIME = 1 + 0.01 * TIME_BUDGET  # seconds allowed beyond the budget
 PATIENCE = max(300, TIME_BUDGET)  # seconds before the first batch, and of evaluation
 UNSTEADY = 0.10  # relative change of speed within a run
 
@@ -136,11 +133,10 @@ DIVERGED = 100  # nats; a higher loss, or NaN, ends the run
 PROGRESS_SECONDS = 5  # between two lines of progress
 
 # What a run may not assign to; checked when it is scored.
-FROZEN = "TIME_BUDGET EVAL_BATCH PROBE_ROWS PROBE_MEAN PROBE_PEAK NEIGHBOURS".split()
-_frozen = {name: globals()[name] for name in FROZEN}
+_frozen = {name: value for name, value in globals().items() if name.isupper()}
 
 
-# ---- Cache: raw shards are only ever added, what is derived is made as a whole ----
+# ---- Cache: raw shards are only ever added, derived files are made together ----
 CACHE = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch")
 CACHE = CACHE.expanduser().absolute()
 RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").absolute()  # a record per run
@@ -148,12 +144,12 @@ DATA = CACHE / "data"
 VAL = CACHE / "val"
 # What is derived. `medium` scores the first rows of those that `full` scores.
 ROOT = CACHE / by_profile(full="full", medium="full", small="small")
-PACKED_TOKENS = by_profile(full=EVAL_TOKENS, medium=40 * 524288, small=EVAL_TOKENS)
+PACKED_TOKENS = by_profile(full=EVAL_TOKENS, medium=40 * 2**19, small=EVAL_TOKENS)
 TOKENIZER_FILE = "tokenizer.tiktoken"
 TOKENS_FILE = "train.u16"  # all training documents, flat, BOS before each
 ENDS_FILE = "train.npy"  # where each begins and ends, int64 [documents + 1]
 ROWS_FILE = "val.u16"  # packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]
-FILES = (TOKENIZER_FILE, ROWS_FILE, TOKENS_FILE, ENDS_FILE)
+FILES = (TOKENIZER_FILE, TOKENS_FILE, ENDS_FILE, ROWS_FILE)
 
 RECIPE = [  # all that the derived files depend on, besides the corpus
     1,  # raised by hand with any change of this file that changes a derived file
@@ -163,12 +159,10 @@ RECIPE = [  # all that the derived files depend on, besides the corpus
 
 
 def load_manifest():
-    """What was prepared, or {}. `shards` has the first document of each, `files` {name: [bytes,
-    sha256]}."""
+    """What was prepared, or {}: among it `shards`, the number of each training shard's first
+    document, and `files`, {name: [bytes, sha256]}."""
     with contextlib.suppress(OSError, ValueError):
-        manifest = json.loads((ROOT / "manifest.json").read_text())
-        if "recipe" in manifest:
-            return manifest
+        return json.loads((ROOT / "manifest.json").read_text())
     return {}
 
 
@@ -178,7 +172,7 @@ def sha256(path):
 
 
 def find_damaged(files, hashed):
-    """A file that is missing, of another size or, if among those `hashed`, of another sha256."""
+    """The first file that is missing or has another size or, if in `hashed`, another sha256."""
     for name, (size, digest) in files.items():
         path = ROOT / name
         if not path.is_file() or path.stat().st_size != size:
@@ -189,11 +183,11 @@ def find_damaged(files, hashed):
 
 
 def check_cache():
-    """Returns the manifest. Ends the process if the cache is not whole and of this recipe."""
+    """Returns the manifest. Exits unless the cache is complete and of this recipe."""
     manifest = load_manifest()
     problem = f"{ROOT} is not prepared"
     if manifest.get("recipe") == RECIPE:
-        damaged = find_damaged(manifest["files"], FILES[:2])  # all that decides a score
+        damaged = find_damaged(manifest["files"], (TOKENIZER_FILE, ROWS_FILE))
         if not damaged:
             return manifest
         problem = f"{damaged} is missing or not as it was prepared"
@@ -201,20 +195,22 @@ def check_cache():
 
 
 def lock(folder):
-    """Locks a folder until this process ends, without a file in it; False if another has it."""
+    """Locks a folder until this process ends; False if another process has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError:
         os.close(handle)
-        return not isinstance(error, BlockingIOError)  # some file systems have no locks
+        return False
+    except OSError:
+        pass  # a file system without locks
     return True
 
 
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}; special tokens come next. `token_bytes`, int32 [V],
-    counts the raw bytes of each, 0 for special ones; part of a character decodes to three."""
+    counts raw bytes, 0 for special ones: part of a character would decode to U+FFFD, of three."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -240,9 +236,9 @@ class Tokenizer:
         return self.special[SPECIAL_TOKENS[0]]
 
     def encode_document(self, text):
-        """BOS and the ids of a text, uint16."""
+        """BOS, then the ids of a text, uint16."""
         ids = [[self.get_bos_token_id()]]
-        # In pieces: a million blanks overflow the split pattern's stack.
+        # In pieces: a million spaces overflow the split pattern's stack.
         for begin in range(0, len(text), 200_000):
             piece = text[begin : begin + 200_000]
             ids.append(self.encoding.encode_to_numpy(piece, disallowed_special=()))
@@ -265,30 +261,30 @@ class Run:
 
     def __init__(self):
         self.manifest = {}
-        self.watched = ()  # folders of text
+        self.watched = []  # folders of text
         self.opened = set()  # files of text that the run itself opened
         self.served = []  # (time, rows, tokens per row) of each batch
-        self.losses = 0  # how many log_step was told
-        self.smooth_loss = 0.0
-        self.curve = []  # the same at 10, 20, ... 100 % of the budget
+        self.losses = 0  # number of losses logged
+        self.smooth_loss = 0.0  # mean of the latest
+        self.curve = []  # smooth_loss at 10, 20, ... 100 % of the budget
         self.last_line = -math.inf  # when log_step printed one
         self.eval_began = None  # which stops the clock
         self.record = None
 
 
 _run = Run()
-OWNER = "AUTORESEARCH_PROCESS"  # the variable with the id of the process that runs
+OWNER = "AUTORESEARCH_PROCESS"  # names the process that owns the run
 
 
 def check_process():
-    """Ends a child process of a run: no clock and no verdict would reach what it does."""
+    """Exits in a child process of a run: no clock and no verdict would reach what it does."""
     owner = os.environ.get(OWNER, os.getpid())
     if int(owner) != os.getpid():
         stop(f"this is a child of the run in process {owner}; load, read and score data there.", 3)
 
 
 def current_commit():
-    """Short, `+dirty` where git status names any file; without git AUTORESEARCH_COMMIT."""
+    """The short hash, `+dirty` if git status lists anything; without git AUTORESEARCH_COMMIT."""
 
     def git(*arguments):
         command = ["git", "-C", Path(__file__).parent, *arguments]
@@ -302,13 +298,13 @@ def current_commit():
 
 
 def watch(event, arguments):
-    """An audit hook: notes each file of text that a run opens. The ruler has its own open by then,
-    and another loader may meet the validation rows. What pyarrow or a copy reads is not seen."""
+    """An audit hook that notes the files of text a run opens: a loader of its own may meet the
+    validation rows. What pyarrow reads, or a copy, is not seen."""
     if event == "open" and _run.watched and not isinstance(arguments[0], int):
-        path = os.path.realpath(os.fsdecode(arguments[0]))
-        if path.startswith(_run.watched) and path.endswith((".parquet", ".u16", ".npy")):
+        folder, name = os.path.split(os.path.realpath(os.fsdecode(arguments[0])))
+        if folder in _run.watched and name.endswith((".parquet", ".u16", ".npy")):
             check_process()
-            _run.opened.add(path)
+            _run.opened.add(name)
 
 
 def keep_memory():
@@ -333,25 +329,26 @@ def start():
     _run.tokens = np.memmap(ROOT / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
     _run.ends = np.load(ROOT / ENDS_FILE, mmap_mode="r")
     if load_manifest() != manifest:
-        stop("the cache was prepared anew while this run began; run it again.")
+        stop("the cache was prepared anew while this run was starting; start it again.")
     RUNS.mkdir(parents=True, exist_ok=True)
     script = getattr(sys.modules["__main__"], "__file__", "")  # none in a notebook, python -c or -
     if os.path.isfile(script) and not lock(os.path.dirname(os.path.abspath(script))):
-        stop("another run of this folder goes on; let it end, or end it (pgrep -af train.py).")
+        stop("another run is going on in this folder; wait for it, or end it (pgrep -af train.py).")
     _run.commit = current_commit()
     _run.hashes = [sha256(file) if os.path.isfile(file) else None for file in (__file__, script)]
     what = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
     print(f"run: {what}, {DEVICE_NAME}")
     if DEVICE.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        if total - free > 2e9:  # CUDA itself takes up to 1e9
-            print(f"note: {(total - free) / 1e9:.0f} GB of this GPU are in use by other programs")
+        others = total - free - torch.cuda.memory_reserved()
+        if others > 2e9:  # CUDA itself takes up to 1e9
+            print(f"note: {others / 1e9:.0f} GB of this GPU are in use by other programs")
     if DEVICE.type == "cpu":
         keep_memory()
-        os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that would compile for Triton
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc, no GPU
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # no workers: a CPU needs no Triton
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without GPU
     folders = [ROOT, DATA, VAL, manifest["options"]["data_dir"] or ROOT]
-    _run.watched = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+    _run.watched = [os.path.realpath(folder) for folder in folders]
     _run.manifest = manifest
     os.environ[OWNER] = str(os.getpid())
     sys.addaudithook(watch)
@@ -367,9 +364,9 @@ def elapsed():
 
 
 def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
-    """Best-fit packing: yields full rows, uint16 [row_len], of uint16 documents. From a buffer that
-    is topped up one at a time the longest document that fits goes into what is left of a row; where
-    none does, the shortest is cut and its tail dropped; of equals, the oldest."""
+    """Best-fit packing: yields full rows, uint16 [row_len]. Of the next `buffer_docs` documents the
+    longest that fits is added to the row; if none fits, the shortest is cut to fill it and its tail
+    dropped. Of equals, the oldest."""
     source = enumerate(documents)
     held = {}  # number: document
     order = []  # (length, number) of each, sorted
@@ -383,12 +380,9 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
             if not order:
                 return
             space = row_len - filled
-            fitting = bisect.bisect_left(order, (space + 1,))
-            place = 0  # the shortest
-            if fitting:
-                longest, _ = order[fitting - 1]
-                place = bisect.bisect_left(order, (longest,))
-            _, number = order.pop(place)
+            fitting = bisect.bisect_left(order, (space + 1,))  # how many fit
+            length, _ = order[max(fitting - 1, 0)]
+            _, number = order.pop(bisect.bisect_left(order, (length,)))
             document = held.pop(number)[:space]
             row[filled : filled + len(document)] = document
             filled += len(document)
@@ -397,8 +391,8 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
 
 def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     """Yields (inputs, targets, epoch) forever: fresh int64 [B, T] on the device, targets one token
-    ahead; the rows do not depend on B. The first batch starts the clock. Tokens were made at
-    preparation, without this `tokenizer`. Raises ValueError for another split."""
+    ahead; the rows do not depend on B. The first batch starts the clock. `tokenizer` is ignored:
+    tokens were made at preparation. Raises ValueError for another split."""
     if split != "train":
         raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
     start()
@@ -467,8 +461,8 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(losses, tokens, own_losses, rng):
-    """Where to cut the rows `tokens` [K, T + 1], int [K], given their own losses [K, T] and those
-    of all rows [N, T]. Each quarter is aimed at a kind of leak."""
+    """Where to cut the rows `tokens` [K, T + 1], int [K]. `own_losses` [K, T] are theirs, infinite
+    where not counted, `losses` [N, T] those of all. Each quarter looks for one kind of leak."""
     K, T = own_losses.shape
     at_ends, at_chunks, at_drops, at_rare = np.array_split(np.arange(K), 4)
     cuts = np.empty(K, dtype=int)
@@ -489,14 +483,13 @@ def draw_cuts(losses, tokens, own_losses, rng):
     cuts[at_drops] = lowest[: len(at_drops)] + 1
 
     # After targets that are rare after their token, but had a low loss: one of each row's three.
-    gain = np.where(own_losses > 0, bigram_surprise(tokens) - own_losses, -np.inf)[at_rare]
+    gain = bigram_surprise(tokens)[at_rare] - own_losses[at_rare]
     cuts[at_rare] = rng.permuted(np.argsort(-gain, axis=1)[:, :3], axis=1)[:, 0] + 1
     return np.clip(cuts, 1, T - 1)
 
 
 def bigram_surprise(tokens):
-    """Minus the log frequency of each token after the one before it, [K, T], counted in `tokens`
-    [K, T + 1] themselves."""
+    """-log P(token | token before it), [K, T], as counted in `tokens` [K, T + 1] themselves."""
     before = tokens[:, :-1].astype(np.int64)
     pairs = before * 2**16 + tokens[:, 1:]
     _, place, pair_count = np.unique(pairs, return_inverse=True, return_counts=True)
@@ -512,7 +505,8 @@ def probe(model, rows, losses, size, token_bytes, rng):
     tokens = rows[chosen]
     is_cut = np.arange(count) % 4 > 0
     cuts = np.full((count, 1), tokens.shape[1])  # after the end: not cut
-    cuts[is_cut, 0] = draw_cuts(losses, tokens[is_cut], losses[chosen[is_cut]], rng)
+    own = np.where(token_bytes[tokens[:, 1:]] > 0, losses[chosen], np.inf)
+    cuts[is_cut, 0] = draw_cuts(losses, tokens[is_cut], own[is_cut], rng)
     position = np.arange(tokens.shape[1])
     altered = np.where(position < cuts, tokens, np.roll(tokens, 1, axis=0))
     again = []
@@ -531,14 +525,14 @@ def probe(model, rows, losses, size, token_bytes, rng):
 
 
 LIKELY_MISTAKE = {
-    "isolation": "does a row depend on others of its batch, or on chance, a cache, learning?",
+    "isolation": "does a row depend on others of its batch, on randomness, a cache or an update?",
     "causality": "does a mask, a mean, a filter or a block let a position see later tokens?",
     "edges": "does something wrap around, or the end of a chunk look one token ahead?",
 }
 
 
 def parameter_bits(model):
-    """The bytes of each parameter: NaN as a number is not equal to itself."""
+    """Each parameter as bytes, because NaN is not equal to NaN."""
     return [p.detach().flatten().view(torch.uint8).clone() for p in model.parameters()]
 
 
@@ -596,7 +590,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
     try:
         if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
-        model.eval()  # once: some swap averaged weights in, and back the next time
+        model.eval()  # once: some swap averaged weights in, and back at the next call
         if DEVICE.type != "cpu":
             torch.accelerator.synchronize()  # what is still queued is training
         _run.eval_began = _now()
@@ -605,19 +599,15 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
         for name, value in _frozen.items():
             if globals()[name] != value:
                 raise IntegrityError(f"settings: prepare.{name} was assigned {globals()[name]}")
-        served = len(_run.served)
         val_bpb, _, seconds = score(model, _run.rows, _run.token_bytes, batch_size)
-        if len(_run.served) > served:
-            raise IntegrityError("loader: make_dataloader served batches during evaluation")
     except IntegrityError as error:
         if _run.record is not None:
             _run.record.unlink(missing_ok=True)  # that of an evaluation before this one
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
     _run.eval_ended = _now()
-    # What a batch takes beyond the usual was put off until the clock had stopped.
-    usual = 4 * np.median(seconds)
-    _run.eval_began += sum(max(0.0, taken - usual) for taken in seconds)
+    # Time that single batches take beyond four medians is work put off until the clock stopped.
+    _run.eval_began += sum(max(0.0, taken - 4 * np.median(seconds)) for taken in seconds)
     report(val_bpb, stats)
     return val_bpb
 
@@ -641,8 +631,8 @@ def log_step(step, loss, **shown):
 
 
 def speeds():
-    """Tokens per second in the two halves of the batches of the commonest shape, but for the first
-    tenth; (1, 1) where those are too few to tell."""
+    """Tokens per second in both halves of the batches of the commonest shape, skipping the first
+    tenth; (1, 1) where there are too few."""
     [(shape, _)] = Counter(batch[1:] for batch in _run.served).most_common(1)
     pairs = itertools.pairwise(_run.served)
     seconds = [after[0] - batch[0] for batch, after in pairs if batch[1:] == shape]
@@ -653,7 +643,7 @@ def speeds():
 
 
 def flags():
-    """What a reader must know before comparing this run's number with another's, or `ok`."""
+    """What makes this run's number hard to compare with another's, or `ok`."""
     limits = [
         ("startup", _run.served[0][0] - _imported, PATIENCE),
         ("overtime", elapsed(), TIME_BUDGET + OVERTIME),
@@ -661,8 +651,7 @@ def flags():
     ]
     found = [f"{name}: {took:.1f} s, over {most:g}" for name, took, most in limits if took > most]
     if _run.opened:
-        names = ", ".join(sorted(os.path.relpath(path, ROOT) for path in _run.opened)[:3])
-        found.append(f"opened: {len(_run.opened)} files of text by the run itself ({names})")
+        found.append(f"opened: the run itself read {', '.join(sorted(_run.opened)[:3])}")
     first, second = speeds()
     if abs(second / first - 1) > UNSTEADY:
         found.append(
@@ -672,27 +661,21 @@ def flags():
     return "; ".join(found) or "ok"
 
 
-# The names that readers of such blocks look for come first.
-FIRST_KEYS = """
-    val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps
-    num_params_M depth
-""".split()
-
-
 def report(val_bpb, stats):
     """Prints the final block and writes it as JSON; no stat replaces what the ruler knows."""
-    memory = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # resident, the peak
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # resident, the peak
+    memory *= 1 if sys.platform == "darwin" else 2**10
     if DEVICE.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
     tokens = sum(rows * length for _, rows, length in _run.served)
     data = json.dumps([_run.manifest["files"], len(_run.rows)])
     curve = _run.curve + [_run.smooth_loss] * (10 - len(_run.curve))
-    block = dict.fromkeys(FIRST_KEYS)
-    block |= {
+    block = {
         "val_bpb": val_bpb,
         "training_seconds": elapsed(),
         "total_seconds": _now() - _imported,
         "peak_vram_mb": memory / 2**20,
+        **dict.fromkeys(["mfu_percent", "total_tokens_M", "num_steps", "num_params_M", "depth"]),
         "train_loss": _run.smooth_loss if _run.losses else None,
         "curve": curve if _run.losses else None,
         "served_tokens_M": tokens / 1e6,
@@ -720,7 +703,7 @@ def report(val_bpb, stats):
         temporary.write_text(json.dumps(block, indent=1, default=str) + "\n")
         temporary.replace(_run.record)
     except OSError as error:
-        print(f"warning: {error}; free space: the score above has no record.", file=sys.stderr)
+        print(f"warning: {error}; the score above has no record.", file=sys.stderr)
 
 
 def format_value(key, value):
@@ -736,7 +719,7 @@ def format_value(key, value):
 
 # ---- Shards: parquet files with a column `text`, or lists of texts; the last is validation ----
 class ShardError(Exception):
-    """A shard that cannot be had or read; the message is one sentence."""
+    """A shard that cannot be fetched or read; the message is one sentence."""
 
 
 def read_shard(shard):
@@ -765,8 +748,7 @@ def check_shard(path):
 # ---- ClimbMix ----
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 CLIMBMIX_VAL = 6542  # the last shard is pinned for validation: nothing trains on it
-ATTEMPTS = 5  # tries of a download
-BACKOFF = 0.5  # seconds; doubled before each further try
+WAITS = (0, 1, 2, 4, 8)  # seconds before each try of a download
 
 
 def download(path):
@@ -776,14 +758,14 @@ def download(path):
         return
     host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    for attempt in range(ATTEMPTS):
-        time.sleep(attempt and BACKOFF * 2**attempt)
+    for wait in WAITS:
+        time.sleep(wait)
         try:
             url = f"{host}/datasets/{CLIMBMIX}/resolve/main/{path.name}"
             reply = requests.get(url, timeout=60)
             reply.raise_for_status()
             part.write_bytes(reply.content)
-            check_shard(part)  # a login page is none
+            check_shard(part)  # a login page is not one
             part.replace(path)
             return
         except (requests.RequestException, ShardError) as error:
@@ -791,14 +773,14 @@ def download(path):
         finally:
             part.unlink(missing_ok=True)
     raise ShardError(
-        f"{path.name} cannot be had ({reason}); run the same command when the network is back, or "
-        "use --corpus python."
+        f"{path.name} did not download ({reason}); run the same command when the network is back, "
+        "or use --corpus python."
     )
 
 
 def climbmix(count):
-    """The validation shard of ClimbMix behind `count` others, below 0 all; downloads those missing.
-    The reference keeps validation beside the others: it is used there."""
+    """The first `count` shards of ClimbMix (-1: all), then that of validation, which the reference
+    harness keeps in the same folder; downloads those missing."""
     numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
     shards = [DATA / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
     if not shards[-1].exists():
@@ -852,13 +834,13 @@ def python_corpus():
 
 # ---- Choice of the corpus ----
 def find_corpus(options):
-    """(what tells a corpus from any other, a function that returns its shards)."""
+    """(what identifies the corpus, a function that returns its shards)."""
     folder = options["data_dir"]
     count = options["num_shards"]
     if folder:
         files = sorted(Path(folder).glob("*.parquet"))
         if len(files) < 2:
-            stop(f"{folder} is not a folder of two or more *.parquet files; give one.")
+            stop(f"{folder} must be a folder of at least two *.parquet files.")
         described = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         return described, lambda: files
     default = "python" if PROFILE == "small" and count is None else "climbmix"
@@ -889,7 +871,7 @@ def tokenizer_texts(shards):
 def train_tokenizer(shards, folder):
     """Trains on the shards and writes tokenizer.tiktoken. Returns the Tokenizer."""
     if not any(tokenizer_texts(shards)):
-        stop("the training shards hold no text; fill their column `text`, or raise --num-shards.")
+        stop("the training shards hold no text; check their column `text`, or raise --num-shards.")
     print(f"training a tokenizer of {VOCAB_SIZE} tokens", flush=True)
     trainer = rustbpe.Tokenizer()
     size = VOCAB_SIZE - len(SPECIAL_TOKENS)
@@ -902,9 +884,11 @@ def train_tokenizer(shards, folder):
 
 # ---- Tokens: made once, not in each of a night's hundred runs ----
 def read_tokens(shard, tokenizer):
-    """Yields the documents of a shard as uint16 tokens, by threads: tiktoken lets them run."""
+    """Yields the documents of a shard as uint16 tokens, by threads: tiktoken releases the GIL."""
+    texts = read_shard(shard)
     with ThreadPool() as pool:
-        yield from pool.imap(tokenizer.encode_document, read_shard(shard), chunksize=64)
+        while batch := list(itertools.islice(texts, 4096)):
+            yield from pool.map(tokenizer.encode_document, batch, chunksize=64)
 
 
 def write_rows(shard, tokenizer, folder):
@@ -913,14 +897,12 @@ def write_rows(shard, tokenizer, folder):
     rows = list(itertools.islice(rows, PACKED_TOKENS // MAX_SEQ_LEN))
     count = len(rows) // EVAL_BATCH * EVAL_BATCH
     if count == 0:
-        stop(
-            f"the last file, validation, fills {len(rows)} rows of at least {EVAL_BATCH}; add text."
-        )
+        stop(f"validation, the last file, fills only {len(rows)} rows of {EVAL_BATCH}; add text.")
     np.stack(rows[:count]).astype("<u2").tofile(folder / ROWS_FILE)
 
 
 def write_tokens(shards, tokenizer, folder):
-    """Writes the tokens of the training shards; returns the first document of each."""
+    """Writes the tokens of the training shards; returns the number of each one's first document."""
     lengths = [0]
     first = []
     with open(folder / TOKENS_FILE, "wb") as file:
@@ -936,7 +918,7 @@ def write_tokens(shards, tokenizer, folder):
 # ---- Commands ----
 def build(wanted, shards):
     """Makes the derived files in a folder beside ROOT and moves them into place; meanwhile there is
-    no manifest, so that nobody meets files that do not belong together."""
+    no manifest, so that no run sees a mixture of old and new files."""
     new = ROOT.with_name(f"{ROOT.name}.new")
     new.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(shards[:-1], new)
@@ -953,11 +935,11 @@ def build(wanted, shards):
 
 
 def prepare(options):
-    """Makes the derived files, unless they are whole and what is wanted."""
-    print(f"profile: {PROFILE}, {WHY_PROFILE}", flush=True)
+    """Makes the derived files, unless they are complete and match the options."""
+    print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     manifest = load_manifest()
-    if options["data_dir"] is options["corpus"] is options["num_shards"] is None:
-        options |= manifest.get("options", {})  # as the last time
+    if set(options.values()) == {None}:
+        options = manifest.get("options", options)  # as the last time
     corpus, get_shards = find_corpus(options)
     wanted = {"recipe": RECIPE, "corpus": corpus}
     found = {key: manifest.get(key) for key in wanted}
@@ -965,10 +947,8 @@ def prepare(options):
         manifest = build(wanted | {"options": options}, get_shards())
     size, _ = manifest["files"][ROWS_FILE]
     rows = min(size // (2 * (MAX_SEQ_LEN + 1)), EVAL_TOKENS // MAX_SEQ_LEN)
-    print(
-        f"ready: {PROFILE} profile, {len(manifest['shards'])} training shards, {rows} validation "
-        "rows; next: uv run train.py"
-    )
+    what = f"{len(manifest['shards'])} training shards, {rows} validation rows"
+    print(f"ready: {PROFILE} profile, {what}; next: uv run train.py")
 
 
 def main():
@@ -981,15 +961,16 @@ def main():
     check_device()
     try:
         ROOT.mkdir(parents=True, exist_ok=True)
-        while not lock(CACHE):  # one preparer at a time
-            time.sleep(0.5)
+        while not lock(CACHE):
+            print("waiting for another preparation to end", flush=True)
+            time.sleep(2)
         prepare(options)
     except ShardError as error:
         stop(str(error))
     except OSError as error:
         stop(f"{error}; free space, or set AUTORESEARCH_CACHE to a writable folder.")
     except KeyboardInterrupt:
-        stop("interrupted; downloads are kept, run the same command to go on.", 130)
+        stop("interrupted; downloads are kept, run the same command to continue.", 130)
 
 
 if __name__ == "__main__":
