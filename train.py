@@ -549,11 +549,15 @@ PEAK_TFLOPS = {
 # fmt: on
 
 
+def tokens_per_second(tokens):
+    """The speed since the first batch; 0 if none came from make_dataloader: evaluate_bpb tells."""
+    return tokens / (elapsed() or math.inf)
+
+
 def mfu_percent(flops_per_token, tokens):
-    """Share of the card's peak that `tokens` since the first batch took; None where the table does
-    not have it."""
+    """The percentage of the card's peak that `tokens` took; None where the table lacks it."""
     peak = torch.cuda.is_available() and PEAK_TFLOPS.get(torch.cuda.get_device_name())
-    return 100 * flops_per_token * tokens / (elapsed() * peak * 1e12) if peak else None
+    return 100 * flops_per_token * tokens_per_second(tokens) / (peak * 1e12) if peak else None
 
 
 def train(model, optimizer, batches, micro_batches, flops_per_token):
@@ -570,7 +574,7 @@ def train(model, optimizer, batches, micro_batches, flops_per_token):
             step,
             read(),
             lr=f"x{factor:.2f}",
-            tokens_per_second=f"{tokens / elapsed():.0f}",
+            tokens_per_second=f"{tokens_per_second(tokens):.0f}",
             mfu=f"{mfu:.1f}%" if mfu else "n/a",
             epoch=epoch,
         )
@@ -1036,7 +1040,7 @@ def run():
         num_params_M=num_params / 1e6,
         depth=DEPTH,
         attention=backend,
-        tokens_per_second=tokens / elapsed(),
+        tokens_per_second=tokens_per_second(tokens),
     )
 
 
