@@ -1,0 +1,67 @@
+"""
+Trains a commit again, at SEED, in a clean copy: SEED=100 uv run tools/rerun.py COMMIT
+
+Home, temporary folder, compiled code and cache, but for what was prepared, are its own. What
+train.py reads by an absolute path is left to a reader of the diff.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+import prepare
+
+LEFT_OUT = """
+    AUTORESEARCH_PROCESS AUTORESEARCH_RUNS PYTHONPATH TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
+""".split()
+
+
+def main(commit):
+    root = Path(prepare.__file__).parent
+    git = ["git", "-C", root]
+    verify = [*git, "rev-parse", "--verify", "--short", f"{commit}^{{commit}}"]
+    name = subprocess.run(verify, capture_output=True, text=True).stdout.strip()
+    if not name:
+        prepare.stop(f"{commit} is no commit of this folder; git log --oneline lists them.")
+    prepare.check_cache()
+    if not prepare.lock(root):
+        prepare.stop(
+            "another run is going on in this folder; wait for it, or end it (pgrep -af train.py)."
+        )
+    with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
+        prepared = Path(clean, "cache", prepare.ROOT.name)
+        for part in (f"{clean}/home", f"{clean}/tmp", prepared):
+            os.makedirs(part)
+        for file in (*prepare.FILES, "manifest.json"):
+            (prepared / file).symlink_to(prepare.ROOT / file)
+        subprocess.run([*git, "archive", f"--output={clean}/tree.tar", name], check=True)
+        shutil.unpack_archive(f"{clean}/tree.tar", f"{clean}/tree", filter="data")
+        known = prepare.CACHE / "flash-attn3-v1"  # train.load_fa3 wrote it
+        if known.exists():
+            shutil.copy(known, f"{clean}/cache")
+        environment = {key: os.environ[key] for key in os.environ if key not in LEFT_OUT}
+        environment.setdefault("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+        environment |= {
+            "HOME": f"{clean}/home",
+            "TMPDIR": f"{clean}/tmp",
+            "AUTORESEARCH_CACHE": f"{clean}/cache",
+            "AUTORESEARCH_COMMIT": name,
+            "GIT_CEILING_DIRECTORIES": clean,  # the copy is in no repository
+        }
+        run = subprocess.Popen([sys.executable, "train.py"], cwd=f"{clean}/tree", env=environment)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: run.send_signal(number))
+        code = run.wait()
+        prepare.RUNS.mkdir(parents=True, exist_ok=True)
+        for record in Path(clean, "cache/runs").glob("*.json"):
+            shutil.copy(record, prepare.RUNS)
+    raise SystemExit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[-1])
