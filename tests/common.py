@@ -18,7 +18,6 @@ for name in (
     "SEED",
     "AUTORESEARCH_TIME_BUDGET",
     "AUTORESEARCH_RUNS",
-    "AUTORESEARCH_SHARED_GPU",
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
 ):
@@ -59,13 +58,15 @@ def make_corpus(folder, train=(1500, 1500), val=600):
 
 
 # ---- Processes ----
-def run_script(script, *args, cwd=ROOT, prefix=(), **environment):
-    """A fresh process, without the variables that are None. Returns it finished, with all that it
-    said in `output`."""
+def run_script(script, *args, cwd=ROOT, prefix=(), stdin=None, **environment):
+    """A fresh process, not a child of a run that a test began here, without the variables that are
+    None. Returns it finished, with all that it said in `output`."""
     command = [*prefix, sys.executable, str(script), *map(str, args)]
-    merged = os.environ | environment
+    merged = os.environ | {"AUTORESEARCH_PROCESS": None} | environment
     merged = {key: str(value) for key, value in merged.items() if value is not None}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=merged, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=merged, input=stdin, timeout=120
+    )
     done.output = done.stdout + done.stderr
     return done
 
@@ -91,9 +92,9 @@ TINY = {
 
 
 def edited(folder, replace=(), **knobs):
-    """A folder with both scripts, the knobs of train.py changed and then the `replace` texts, pairs
+    """A folder with the scripts, the knobs of train.py changed and then the `replace` texts, pairs
     (old, new). Returns the path of train.py."""
-    folder.mkdir()
+    shutil.copytree(ROOT / "tools", folder / "tools")
     shutil.copy(ROOT / "prepare.py", folder)
     source = substitute((ROOT / "train.py").read_text(), TINY | knobs)
     for old, new in replace:

@@ -3,8 +3,6 @@
 from tests.common import CACHE, ROOT, make_corpus, run_script  # first: it sets the environment
 
 import shutil
-import tempfile
-from pathlib import Path
 
 import prepare
 from tests import models
@@ -38,20 +36,25 @@ def cache(corpus):
 
 
 @pytest.fixture
-def own_cache(cache, monkeypatch):
-    """A copy of the prepared cache that a test may spoil, for this process and those it starts.
-    Beside the first, since the manifest names the corpus by a path from there."""
-    with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
-        shutil.copytree(cache / "small", Path(folder, "small"))
-        monkeypatch.setenv("AUTORESEARCH_CACHE", folder)
-        monkeypatch.setattr(prepare, "ROOT", Path(folder, "small"))
-        yield Path(folder)
+def own_cache(cache, tmp_path, monkeypatch):
+    """A copy of the prepared cache that a test may spoil, for this process and those it starts."""
+    folder = tmp_path / "own-cache"
+    shutil.copytree(cache / "small", folder / "small")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(folder))
+    monkeypatch.setattr(prepare, "CACHE", folder)
+    monkeypatch.setattr(prepare, "ROOT", folder / "small")
+    return folder
 
 
 @pytest.fixture
 def fresh_run(monkeypatch):
-    """The ruler as a new process finds it: no clock started, nothing scored."""
-    monkeypatch.setattr(prepare, "_run", prepare.Run(imported=prepare._now()))
+    """The ruler as a new process finds it: nothing started, nothing scored. Runs of several tests
+    share a script, pytest: its folder is not locked."""
+    monkeypatch.setattr(prepare, "_run", prepare.Run())
+    monkeypatch.setattr(prepare, "_imported", prepare._now())
+    monkeypatch.setattr(prepare, "lock", lambda folder: True)
+    monkeypatch.setenv(prepare.OWNER, "")  # so that it is as before in the end
+    monkeypatch.delenv(prepare.OWNER)
     return prepare._run
 
 

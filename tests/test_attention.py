@@ -2,10 +2,14 @@
 
 import itertools
 import math
+import os
+import shutil
+from types import SimpleNamespace
 
 import train
 from tests.tiny import build, set_knobs, tiny, tokens
 
+import kernels
 import pytest
 import torch
 
@@ -224,16 +228,36 @@ def test_a_precision_of_16_bits_passes_the_probe(capsys):
     assert capsys.readouterr().out == ""
 
 
-def stand_in_gpu(monkeypatch, capability):
-    """A GPU of that compute capability, whose packages work; nothing is probed."""
-    from torch.nn.attention import varlen
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hopper GPU and a kernel hub: where it looked, how it was asked and how its kernel called."""
+    snapshot = tmp_path / "hub" / "snapshots" / "0123abcdef"
+    build = snapshot / "build" / "torch-cuda" / "flash_attn3"
+    build.mkdir(parents=True)
+    hub = SimpleNamespace(asked=[], calls=[], snapshot=snapshot)
 
-    class Hub:
-        flash_attn_func = None
+    def get_kernel(repository, version):
+        hub.asked.append(os.environ.get("LOCAL_KERNELS"))
+        assert (repository, version) == ("kernels-community/flash-attn3", 1)
+        return hub.module
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    set_knobs(monkeypatch, hub_kernel=lambda name, version: (Hub, "0123abcd"))
-    monkeypatch.setattr(varlen, "varlen_attn", None)
+    def flash_attn_func(q, k, v, **options):
+        hub.calls.append(options)
+        return q, "statistics"
+
+    hub.module = SimpleNamespace(__file__=f"{build}/it.py", flash_attn_func=flash_attn_func)
+    (tmp_path / "cache").mkdir()
+    set_knobs(monkeypatch, CACHE=tmp_path / "cache")
+    for name in ("LOCAL_KERNELS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return hub
+
+
+@pytest.fixture
+def unprobed(monkeypatch):
     set_knobs(monkeypatch, probe_attention=lambda *arguments: None)
 
 
@@ -251,9 +275,9 @@ def stand_in_gpu(monkeypatch, capability):
     ],
 )
 def test_a_gpu_gets_the_fastest_that_it_can_run(
-    monkeypatch, capsys, capability, taken, passed_over
+    hub, unprobed, monkeypatch, capsys, capability, taken, passed_over
 ):
-    stand_in_gpu(monkeypatch, capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     name, _ = train.choose_attention(CUDA, torch.bfloat16, tiny())
     assert name == taken
     assert capsys.readouterr().out.splitlines() == [
@@ -261,9 +285,8 @@ def test_a_gpu_gets_the_fastest_that_it_can_run(
     ]
 
 
-def test_an_amd_gpu_gets_what_runs_everywhere(monkeypatch, capsys):
+def test_an_amd_gpu_gets_what_runs_everywhere(hub, unprobed, monkeypatch, capsys):
     """It calls itself cuda, and may have capability 9.0."""
-    stand_in_gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.version, "hip", "7.1")
     name, _ = train.choose_attention(CUDA, torch.bfloat16, tiny())
     assert name == "sdpa"
@@ -288,8 +311,7 @@ def test_what_cannot_be_compiled_for_a_gpu_is_passed_over(monkeypatch, capsys):
     assert len(compiled) == 1  # on a CPU the model's own compilation is enough
 
 
-def test_an_apple_chip_gets_what_runs_everywhere(monkeypatch, capsys):
-    set_knobs(monkeypatch, probe_attention=lambda *arguments: None)
+def test_an_apple_chip_gets_what_runs_everywhere(unprobed, capsys):
     name, _ = train.choose_attention(torch.device("mps"), torch.float32, tiny())
     assert name == "sdpa"
     assert capsys.readouterr().out == ""
@@ -315,42 +337,42 @@ def test_a_forced_back_end_that_fails_ends_the_run(monkeypatch, capsys):
 
 # ---- What the packages take ----
 @pytest.mark.parametrize(("window", "size"), [(3, (3, 0)), (5, (-1, 0)), (99, (-1, 0))])
-def test_fa3_is_called_as_its_interface_says(monkeypatch, window, size):
-    """Rows of 6 tokens: a window of 5 covers them."""
-    calls = {}
-
-    class Hub:
-        @staticmethod
-        def flash_attn_func(q, k, v, **options):
-            calls.update(options)
-            return q, "statistics"
-
-    def hub_kernel(name, **options):
-        calls.update(options, name=name)
-        return Hub, "0123abcd"
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    set_knobs(monkeypatch, hub_kernel=hub_kernel)
+@pytest.mark.parametrize("alone", [False, True])
+def test_fa3_is_called_as_its_interface_says(hub, window, size, alone):
+    """Rows of 6 tokens: a window of 5 covers them. The output may come alone."""
+    both = hub.module.flash_attn_func
+    if alone:
+        hub.module.flash_attn_func = lambda *qkv, **options: both(*qkv, **options)[0]
     q, k, v = torch.randn(3, 1, 6, 2, 8)
     assert train.load_fa3()(q, k, v, window) is q
-    assert calls == {
-        "name": "kernels-community/flash-attn3",
-        "version": 1,
-        "causal": True,
-        "window_size": size,
-    }
+    assert hub.calls == [{"causal": True, "window_size": size}]
 
 
-def test_fa3_may_return_the_output_alone(monkeypatch):
-    class Hub:
-        @staticmethod
-        def flash_attn_func(q, k, v, causal, window_size):
-            return v
+def test_a_kernel_comes_from_the_folder_of_its_first_load(hub):
+    assert train.load_fa3().snapshot == train.load_fa3().snapshot == "0123abcd"
+    assert hub.asked == [None, f"kernels-community/flash-attn3={hub.snapshot}"]
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    set_knobs(monkeypatch, hub_kernel=lambda name, version: (Hub, "local"))
-    q, k, v = torch.randn(3, 1, 4, 2, 8)
-    assert train.load_fa3()(q, k, v, 3) is v
+
+def test_a_folder_that_is_gone_is_asked_of_the_hub_again(hub):
+    train.load_fa3()
+    shutil.rmtree(hub.snapshot)
+    train.load_fa3()
+    assert hub.asked == [None, None]
+
+
+def test_a_user_s_own_kernel_stays(hub, monkeypatch):
+    train.load_fa3()
+    monkeypatch.setenv("LOCAL_KERNELS", "kernels-community/flash-attn3=/own")
+    hub.module.__file__ = "/own/build/b/__init__.py"
+    assert train.load_fa3().snapshot == "local"
+    assert hub.asked[-1] == "kernels-community/flash-attn3=/own"
+
+
+def test_a_cache_that_nobody_may_write_to_is_no_obstacle(hub, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (train.CACHE, os.W_OK))
+    assert train.load_fa3().snapshot == "0123abcd"
+    assert not list(train.CACHE.iterdir())
 
 
 def test_varlen_gets_rows_end_to_end_and_a_window_to_the_left(monkeypatch):

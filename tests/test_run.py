@@ -8,28 +8,23 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import prepare
 from tests.common import ROOT, edited, run_script, train
-from tests.test_report import parse_block
+from tests.test_report import NINE, OTHERS, parse_block
 from tests.test_security import GUARD
 
 import numpy as np
 import pytest
 
-NINE = """
-    val_bpb training_seconds total_seconds peak_vram_mb mfu_percent total_tokens_M num_steps
-    num_params_M depth
-""".split()
-
 # Lines of train.py that edits begin at.
-EVALUATE = "    val_bpb = evaluate_bpb("
+EVALUATE = "    evaluate_bpb(\n"
 TRAIN = "    steps = train("
 EMBED = "        x = norm(self.wte(idx))\n"
 BUFFER = '        self.register_buffer("cos", table, persistent=False)\n'
@@ -77,28 +72,31 @@ def leak(folder):
 
 def smuggled(folder):
     """Keeps its weights in the cache and begins with those of the run before; then the same commit
-    by --rerun."""
+    by tools/rerun.py."""
     load = (
         "    import prepare\n"
-        "    kept = prepare.CACHE / 'inductor' / 'kept.pt'\n"
-        "    kept.parent.mkdir(exist_ok=True)\n"
-        "    if kept.exists():\n"
-        "        model.load_state_dict(torch.load(kept))\n"
+        "    places = [folder / 'kept.pt' for folder in (prepare.CACHE, prepare.ROOT)]\n"
+        "    for kept in places:\n"
+        "        if kept.exists():\n"
+        "            model.load_state_dict(torch.load(kept))\n"
     )
-    save = "    torch.save(model.state_dict(), kept)\n"
+    save = "    for kept in places:\n        torch.save(model.state_dict(), kept)\n"
     script = edited(folder, [before(TRAIN, load), before(EVALUATE, save)])
     cache = folder.with_name("smuggled-cache")
     shutil.copytree(prepare.ROOT, cache / prepare.ROOT.name)
     commit(folder)
     runs = [train(script, 2, AUTORESEARCH_CACHE=cache) for _ in range(2)]
     told = {"AUTORESEARCH_TIME_BUDGET": 2, "AUTORESEARCH_RUNS": folder / "audit"}
-    ruler = script.with_name("prepare.py")
     told |= {"AUTORESEARCH_CACHE": cache, "SEED": 100}
-    before_it = sorted(folder.iterdir())
-    done = run_script(ruler, "--rerun", "HEAD", cwd=folder, **told)
-    done.untouched = sorted(folder.iterdir()) == sorted([*before_it, folder / "audit"])
+    found = sorted(folder.iterdir())
+    done = rerun(folder, "HEAD", **told)
+    done.untouched = sorted(folder.iterdir()) == sorted([*found, folder / "audit"])
     done.records = [json.loads(path.read_text()) for path in (folder / "audit").glob("*.json")]
     return [*runs, done]
+
+
+def rerun(folder, *args, **environment):
+    return run_script(folder / "tools" / "rerun.py", *args, cwd=folder, **environment)
 
 
 def commit(folder):
@@ -111,7 +109,6 @@ def commit(folder):
 @dataclass
 class Elsewhere:
     done: subprocess.CompletedProcess
-    runs: Path
     untouched: bool  # all files of code and cache
 
 
@@ -119,13 +116,8 @@ def elsewhere(folder):
     """As an engine starts it: without git or network, in a folder and on a cache that it may not
     write."""
     cache = folder.with_name("theirs")
-    runs = folder.with_name("mine")
     shutil.copytree(prepare.ROOT, cache / prepare.ROOT.name)
-    places = (
-        "    import os, tempfile\n"
-        "    print('places:', tempfile.gettempdir(), os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
-    )
-    script = edited(folder, [before(EVALUATE, places)])
+    script = edited(folder)
 
     def files():
         paths = [cache, folder, *cache.rglob("*"), *folder.rglob("*")]
@@ -137,74 +129,79 @@ def elsewhere(folder):
     as_user = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
     told = {
         "AUTORESEARCH_CACHE": cache,
-        "AUTORESEARCH_RUNS": runs,
+        "AUTORESEARCH_RUNS": folder.with_name("mine"),
         "AUTORESEARCH_COMMIT": "abc1234",
         "HF_HUB_OFFLINE": 1,
-        "TMPDIR": None,
-        "TORCHINDUCTOR_CACHE_DIR": None,
     }
     done = train(script, prefix=as_user, **told)
     untouched = files() == found
     for path in found:
         path.chmod(0o755)
-    return Elsewhere(done, runs, untouched)
+    return Elsewhere(done, untouched)
+
+
+# As train.py to the ruler. It goes on when the test says so.
+LITTLE = """
+import prepare, torch
+next(prepare.make_dataloader(None, 4, 64))
+print("begun", flush=True)
+input()
+size = prepare.Tokenizer.from_directory().get_vocab_size()
+prepare.evaluate_bpb(torch.nn.Embedding(size, size), None, 32)
+"""
+
+
+@contextlib.contextmanager
+def begun(script, **environment):
+    """A run that has begun, until it is sent a line."""
+    process = subprocess.Popen(
+        [sys.executable, script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | environment,
+        cwd=script.parent,
+        text=True,
+    )
+    with process:
+        while process.stdout.readline() not in ("begun\n", ""):
+            pass
+        yield process
+
+
+def little(folder):
+    folder.mkdir()
+    shutil.copy(ROOT / "prepare.py", folder)
+    script = folder / "train.py"
+    script.write_text(LITTLE)
+    return script
+
+
+def two_at_once(folder):
+    """A run, one beside it in its folder after a `git reset --hard`, and one after it."""
+    script = little(folder)
+    commit(folder)
+    with begun(script, AUTORESEARCH_RUNS=str(folder / "runs")) as process:
+        script.write_text("nonsense")
+        subprocess.run(["git", "reset", "-q", "--hard"], cwd=folder, check=True)
+        refused = run_script(script, cwd=folder)
+        output, _ = process.communicate("go on\n")
+    later = run_script(script, cwd=folder, stdin="go on\n")
+    return refused, process.returncode, output, later
 
 
 @dataclass
 class Interrupted:
     code: int
-    seconds: float  # until the process was gone
     output: str
     runs: Path
 
 
-def at_a_terminal(folder):
-    """A run at whose terminal Ctrl-C is pressed in the middle of training."""
-    runs = folder / "runs"
-    environment = {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(runs)}
-    command = ["setsid", "--ctty", "--wait", sys.executable, edited(folder)]
-    screen, terminal = os.openpty()
-    process = subprocess.Popen(
-        command,
-        env=os.environ | environment,
-        cwd=folder,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-    )
-    os.close(terminal)
-    pressed = 0.0
-    shown = b""
-    with process, open(screen, "r+b", 0) as screen, contextlib.suppress(OSError):
-        while True:  # until EIO: the process is gone
-            shown += screen.read(4096)
-            if b"step     9" in shown and not pressed:
-                screen.write(b"\x03")
-                pressed = time.monotonic()
-    return Interrupted(process.returncode, time.monotonic() - pressed, shown.decode(), runs)
-
-
 def terminated(folder):
-    """A run that gets SIGTERM in the middle of training."""
-    script = edited(folder)
-    runs = folder / "runs"
-    log = folder / "log"
-    environment = {"AUTORESEARCH_TIME_BUDGET": "60", "AUTORESEARCH_RUNS": str(runs)}
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, script],
-            stdout=file,
-            stderr=file,
-            env=os.environ | environment,
-            cwd=folder,
-        )
-        deadline = time.monotonic() + 60
-        while b"\nstep " not in log.read_bytes() and time.monotonic() < deadline:
-            time.sleep(0.1)
+    """A run that gets SIGTERM when it has begun."""
+    with begun(little(folder), AUTORESEARCH_RUNS=str(folder / "runs")) as process:
         process.terminate()
-        begun = time.monotonic()
-        code = process.wait(timeout=20)
-    return Interrupted(code, time.monotonic() - begun, log.read_text(), runs)
+        output, _ = process.communicate(timeout=20)
+    return Interrupted(process.returncode, output, folder / "runs")
 
 
 SCENARIOS = {  # the longest first
@@ -216,7 +213,7 @@ SCENARIOS = {  # the longest first
     "no memory": no_memory,
     "leak": leak,
     "elsewhere": elsewhere,
-    "terminal": at_a_terminal,
+    "two at once": two_at_once,
     "SIGTERM": terminated,
 }
 
@@ -238,8 +235,7 @@ def test_a_run_ends_with_a_block_and_a_record_that_says_the_same(outcomes):
     done = outcomes("good")
     assert done.returncode == 0, done.output
     block = parse_block(done.stdout)
-    assert list(block)[:9] == NINE
-    assert list(block) == prepare.KEYS
+    assert list(block) == [*NINE, *OTHERS, "attention", "tokens_per_second", "integrity"]
     # Two seconds beside other tests may be unsteady.
     assert block["integrity"] == "ok" or block["integrity"].startswith("unsteady: ")
     assert 0 < float(block["training_seconds"]) <= 2.5
@@ -264,7 +260,7 @@ def test_a_run_ends_with_a_block_and_a_record_that_says_the_same(outcomes):
 
 def test_a_run_learns(outcomes):
     [record] = outcomes("good").records
-    rows = np.fromfile(prepare.ROOT / "val/rows.u16", "<u2")
+    rows = np.fromfile(prepare.ROOT / prepare.ROWS_FILE, "<u2")
     table = prepare.Tokenizer.from_directory().token_bytes
     untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
     assert 0.5 < record["val_bpb"] < 0.95 * untrained
@@ -277,12 +273,13 @@ def test_a_run_says_what_it_is_in_few_words(outcomes):
     commit = done.records[0]["commit"]
     assert head.startswith(f"run: small profile, 2 s, seed 42, commit {commit}, cpu\n")
     assert "width 64" in head and "attention blocks" in head and "\r" not in head
-    assert re.search(r"^step +1 +\d+% loss \d\.\d{4} .* left +\d+ s$", head, re.M)
+    step = r"^step +1 +\d+% loss \d\.\d{4} lr x\S+ tokens_per_second \d+ mfu n/a epoch 1$"
+    assert re.search(step, head, re.M)
     assert len(done.output) < 20_000 and len("\n".join(done.output.splitlines()[-50:])) < 5_000
 
 
 def test_a_rerun_exposes_weights_of_an_earlier_run(outcomes):
-    """The run itself cannot tell; the same commit by --rerun can."""
+    """The run itself cannot tell; the same commit by tools/rerun.py can."""
     runs = outcomes("smuggled")
     assert [done.returncode for done in runs] == [0, 0, 0], runs[-1].output
     # The loss after a tenth of the budget, of two runs in the first folder of records.
@@ -296,23 +293,21 @@ def test_a_rerun_exposes_weights_of_an_earlier_run(outcomes):
 
 
 def test_a_rerun_of_no_commit_gets_a_sentence(cache):
-    done = run_script(ROOT / "prepare.py", "--rerun", "nonsense")
-    assert done.returncode == 2
-    assert done.output == (
-        "error: nonsense is no commit of this folder; `git log --oneline` lists them.\n"
-    )
+    done = rerun(ROOT, "nonsense")
+    assert done.returncode == 2 and done.output.count("\n") == 1
+    assert done.output.startswith("error: nonsense is no commit of this folder; ")
 
 
 def test_a_rerun_needs_a_prepared_cache(tmp_path):
-    done = run_script(ROOT / "prepare.py", "--rerun", "HEAD", AUTORESEARCH_CACHE=tmp_path)
-    assert done.returncode == 2 and "is not prepared by this prepare.py" in done.output
+    done = rerun(ROOT, "HEAD", AUTORESEARCH_CACHE=tmp_path)
+    assert done.returncode == 2 and "is not prepared" in done.output
     assert done.output.count("\n") == 1
 
 
 def test_a_rerun_passes_the_exit_code_on(cache, tmp_path):
     script = edited(tmp_path / "code", TOTAL_BATCH_SIZE=1000)
     commit(script.parent)
-    done = run_script(script.with_name("prepare.py"), "--rerun", "HEAD", cwd=script.parent)
+    done = rerun(script.parent, "HEAD")
     assert done.returncode == 2 and "TOTAL_BATCH_SIZE = 1000 is not" in done.stderr
 
 
@@ -323,7 +318,6 @@ def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(outcomes):
     assert found.untouched
     [record] = found.done.records
     assert record["commit"] == "abc1234"
-    assert f"places: {found.runs} {found.runs}/inductor\n" in found.done.stdout
 
 
 # ---- Runs that end without one ----
@@ -364,21 +358,16 @@ def test_a_model_that_sees_the_next_token_gets_no_score(outcomes):
     assert block["integrity"].startswith("FAIL causality: ")
 
 
-def test_sigterm_ends_a_run_at_once_without_a_score(outcomes):
+def test_a_second_run_of_a_folder_is_refused(outcomes):
+    """It does not disturb the first; when that has ended the folder is free."""
+    refused, code, output, later = outcomes("two at once")
+    assert refused.returncode == 2 and not refused.stdout
+    assert re.fullmatch(r"error: another run .* in this folder; .*\n", refused.stderr)
+    assert code == 0 and parse_block(output)["integrity"] == "ok"
+    assert later.returncode == 0 and parse_block(later.stdout)["integrity"] == "ok"
+
+
+def test_sigterm_ends_a_run_without_a_score(outcomes):
     found = outcomes("SIGTERM")
-    assert found.code == 143 and found.seconds < 5 and not list(found.runs.iterdir())
-    last = found.output.splitlines()[-1]  # and no word of leaks below it
-    assert re.fullmatch(r"error: SIGTERM after \d+ s of training; no score\.", last)
-    assert "Traceback" not in found.output and "---" not in found.output
-
-
-def test_a_terminal_shows_one_live_line_and_below_it_what_ended_the_run(outcomes):
-    found = outcomes("terminal")
-    assert found.code == 130 and found.seconds < 5 and not list(found.runs.iterdir())
-    assert "Traceback" not in found.output and "---" not in found.output
-    *_, live, last, nothing = found.output.replace("^C", "").split("\r\n")
-    first, *updates = live.split("\r\033[K")
-    assert len(updates) >= 9 and not first and not nothing, found.output
-    for line in updates:
-        assert re.fullmatch(r"step +\d+ +\d+% .* left +\d+ s", line) and len(line) <= 80
-    assert re.fullmatch(r"error: Ctrl-C after \d+ s of training; no score\.", last)
+    assert found.code == -signal.SIGTERM and not list(found.runs.iterdir())
+    assert "---" not in found.output

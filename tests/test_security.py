@@ -1,6 +1,7 @@
 """Nothing that was downloaded, prepared or logged is run as code, and a run talks to nobody."""
 
 import ast
+import json
 import os
 
 import prepare
@@ -64,15 +65,18 @@ class Payload:
         return open, (str(self.path), "w")
 
 
-def test_offsets_are_never_unpickled(tmp_path):
-    flat = tmp_path / "shard.bin"
+def test_the_ends_of_documents_are_never_unpickled(own_cache, fresh_run, tmp_path):
+    """Not even where the manifest says so."""
+    ends = prepare.ROOT / prepare.ENDS_FILE
     trap = tmp_path / "trap"
-    flat.write_bytes(bytes(8))
-    np.save(flat.with_suffix(".npy"), np.array([Payload(trap)], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        next(prepare.read_tokens(flat))
+    np.save(ends, np.array([Payload(trap)], dtype=object), allow_pickle=True)
+    manifest = prepare.load_manifest()
+    manifest["files"][prepare.ENDS_FILE] = [ends.stat().st_size, prepare.sha256(ends)]
+    (prepare.ROOT / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="[Oo]bject"):
+        prepare.start()
     assert not trap.exists()
-    np.load(flat.with_suffix(".npy"), allow_pickle=True)
+    np.load(ends, allow_pickle=True)
     assert trap.exists()  # the trap works
 
 

@@ -3,10 +3,10 @@
 from functools import partial
 from types import SimpleNamespace
 
-import prepare
 import train
 from tests.tiny import build, set_knobs, snapshot, steps_taken, tiny, tokens
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +17,7 @@ T = 16
 def small_run(monkeypatch, fresh_run):
     """A model for steps of 4 x 4 rows of 16 tokens, and 6 rows of validation."""
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=256, DEVICE_BATCH_SIZE=4, MAX_SEQ_LEN=T, COMPILE=False)
-    fresh_run.files = {"val/rows.u16": [6 * 2 * (prepare.MAX_SEQ_LEN + 1), ""]}
+    fresh_run.rows = np.zeros((6, T + 1))
     return build(tiny(T=T), scramble=False)
 
 

@@ -1,0 +1,123 @@
+"""Child processes of a run, which no clock or verdict would reach: each is refused with a sentence."""
+
+import json
+from dataclasses import dataclass
+
+from tests.common import run_script
+from tests.test_report import parse_block
+
+import pytest
+
+# Each act in a child, by each way to make one. Says how they ended, then gets a score of its own.
+PROGRAM = """
+import json, multiprocessing, subprocess, sys
+import prepare, torch
+
+tokenizer = prepare.Tokenizer.from_directory()
+loader = prepare.make_dataloader(tokenizer, 4, 64)
+next(loader)
+size = tokenizer.get_vocab_size()
+model = torch.nn.Embedding(size, size)
+
+
+def begin():
+    prepare.start()
+
+
+def make_loader():
+    next(prepare.make_dataloader(tokenizer, 4, 64))
+
+
+def take_batch():
+    next(loader)
+
+
+def evaluate():
+    prepare.evaluate_bpb(model, tokenizer, 32)
+
+
+def open_tokens():
+    open(prepare.ROOT / prepare.TOKENS_FILE, "rb").read()
+
+
+class Data(torch.utils.data.IterableDataset):
+    def __init__(self, act):
+        self.act = act
+
+    def __iter__(self):
+        self.act()
+        yield 1
+
+
+def by_fork(act):
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def by_worker(act):
+    try:
+        next(iter(torch.utils.data.DataLoader(Data(act), num_workers=1)))
+    except RuntimeError as error:
+        return 3 if "exit code 3" in str(error.__cause__ or error) else str(error)
+    return 0
+
+
+def by_program(act):
+    program = "import prepare\\nnext(prepare.make_dataloader(None, 4, 64))"
+    return subprocess.run([sys.executable, "-c", program]).returncode
+
+
+ended = {}
+for way, act in (
+    *((way, act) for way in (by_fork, by_worker)
+      for act in (begin, make_loader, take_batch, evaluate, open_tokens)),
+    (by_program, make_loader),
+):
+    print(f"-> {way.__name__} {act.__name__}", file=sys.stderr, flush=True)
+    ended[f"{way.__name__} {act.__name__}"] = way(act)
+print(json.dumps(ended), flush=True)
+evaluate()
+"""
+
+
+@dataclass
+class Family:
+    ended: dict  # exit codes of the children
+    said: dict  # what each wrote to stderr
+    block: dict  # of the parent
+    out: str
+    records: list
+
+
+@pytest.fixture(scope="module")
+def family(cache, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    done = run_script("-c", PROGRAM, AUTORESEARCH_RUNS=runs)
+    assert done.returncode == 0, done.output
+    said = {}
+    for part in done.stderr.split("-> ")[1:]:
+        name, _, text = part.partition("\n")
+        said[name] = text
+    [ended] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    records = [json.loads(path.read_text()) for path in runs.iterdir()]
+    return Family(ended, said, parse_block(done.stdout), done.stdout, records)
+
+
+ACTS = "begin make_loader take_batch evaluate open_tokens".split()
+CHILDREN = [f"{way} {act}" for way in ("by_fork", "by_worker") for act in ACTS]
+CHILDREN += ["by_program make_loader"]
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+def test_a_child_of_a_run_is_refused(family, child):
+    assert family.ended[child] == 3
+    assert family.said[child].count("error: this is a child of the run in process ") == 1
+    assert "; load, read and score data there.\n" in family.said[child]
+
+
+def test_the_run_itself_has_the_only_score(family):
+    assert family.out.count("val_bpb") == 1 and family.block["integrity"] == "ok"
+    [record] = family.records
+    assert record["served_tokens_M"] == 4 * 64 / 1e6
