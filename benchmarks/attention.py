@@ -97,10 +97,10 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    device = prepare.training_device()
+    device = prepare.DEVICE
     dtype, _ = train.choose_dtype(device)
     print(
-        f"{prepare.device_name(device)}, {str(dtype).removeprefix('torch.')}, "
+        f"{prepare.DEVICE_NAME}, {str(dtype).removeprefix('torch.')}, "
         f"{args.rows} rows of {args.tokens} tokens, {args.heads} heads of {args.head_dim}, "
         f"torch {torch.__version__}, median of {args.rounds}\n"
     )

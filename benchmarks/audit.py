@@ -4,7 +4,7 @@ What a night gained: its commits trained again in clean copies, at seeds that it
     uv run benchmarks/audit.py CLONE                        # baseline and last keep, three seeds
     uv run benchmarks/audit.py CLONE --keeps --seeds 300    # each keep beside the one before it
 
-CLONE is the folder of the night, with results.tsv. Each run is `prepare.py --rerun` there, and a
+CLONE is the folder of the night, with results.tsv. Each run is one of tools/rerun.py there, and a
 line of JSON in the folder's audit.jsonl: an audit that was cut off goes on from there, and tries
 again what had no score. A gain is what val_bpb fell by since the commit in the row above; the
 standard error is that of the mean over the seeds.

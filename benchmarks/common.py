@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -56,11 +57,11 @@ def run_script(script, environment, limit=None, arguments=()):
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            process.terminate()  # which --rerun passes on to its train.py
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
             raise RunError(f"it had not ended after {limit:.0f} s") from None
         finally:
+            process.terminate()  # which tools/rerun.py passes on
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
             process.kill()
             process.wait()
         seconds = perf_counter() - begun
@@ -79,7 +80,7 @@ def run_training(folder, budget, environment=None, commit=None):
         own |= environment or {}
         script, arguments = "train.py", ()
         if commit is not None:
-            script, arguments = "prepare.py", ("--rerun", commit)
+            script, arguments = "tools/rerun.py", (commit,)
         limit = budget + SPARE_SECONDS
         seconds, output = run_script(Path(folder, script), own, limit, arguments)
         records = list(Path(runs).glob("*.json"))
@@ -118,6 +119,17 @@ def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
 
 
 # ---- Tokens ----
+def training_documents():
+    """Yields those that were prepared, uint16, in the order of the shards."""
+    import prepare
+
+    import numpy as np
+
+    tokens = np.memmap(prepare.ROOT / prepare.TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
+    for begin, end in pairwise(np.load(prepare.ROOT / prepare.ENDS_FILE)):
+        yield tokens[begin:end]
+
+
 def random_tokens(vocab_size, shape, device):
     """int64 of that shape. Token i has a share of about 1 / (i + 1) (Zipf's law): as in a text a few
     are frequent, and where a token repeats, the gradient of its embedding takes longer to add up."""

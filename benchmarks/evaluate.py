@@ -27,7 +27,7 @@ def measure(args):
     import numpy as np
     import torch
 
-    device = prepare.training_device()
+    device = prepare.DEVICE
     dtype, _ = train.choose_dtype(device)
     if device.type == "cpu" and args.profile == "full":
         train.DEPTH = 1
@@ -81,7 +81,7 @@ def measure(args):
                 part()
                 times[name].append(perf_counter() - begun)
     print(
-        f"\n{prepare.device_name(device)}, {args.profile} profile, {count} rows of {T} tokens in "
+        f"\n{prepare.DEVICE_NAME}, {args.profile} profile, {count} rows of {T} tokens in "
         f"batches of {size}, depth {train.DEPTH}, width {config.n_embd}, attention {attention}, "
         f"median of {args.rounds}\n"
     )

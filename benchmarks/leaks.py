@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import prepare
 import train
+from benchmarks.common import training_documents
 
 import numpy as np
 import torch
@@ -79,9 +80,7 @@ def build():
 
 def read_batches(count, rows):
     """[inputs, targets, epoch] of the training tokens."""
-    flats = [prepare.ROOT / name for name in prepare.load_manifest()["tokens"].values()][:-1]
-    documents = itertools.chain.from_iterable(prepare.read_tokens(flat) for flat in flats)
-    packed = prepare.pack_rows(documents, prepare.MAX_SEQ_LEN + 1)
+    packed = prepare.pack_rows(training_documents(), prepare.MAX_SEQ_LEN + 1)
     for _ in range(count):
         batch = np.stack(list(itertools.islice(packed, rows))).astype(np.int64)
         batch = torch.from_numpy(batch)
@@ -127,9 +126,9 @@ def main():
     parser.add_argument("--rows", type=int, default=8, help="rows per step")
     parser.add_argument("--draws", type=int, default=40)
     args = parser.parse_args()
-    rows = np.fromfile(prepare.ROOT / prepare.VAL_ROWS, dtype="<u2").reshape(
-        -1, prepare.MAX_SEQ_LEN + 1
-    )
+    prepare.check_cache()
+    rows = np.fromfile(prepare.ROOT / prepare.ROWS_FILE, dtype="<u2")
+    rows = rows.reshape(-1, prepare.MAX_SEQ_LEN + 1)
     token_bytes = prepare.Tokenizer.from_directory().token_bytes
     count = token_bytes[rows[:, 1:]].sum()
     batches = list(read_batches(args.steps + args.more, args.rows))

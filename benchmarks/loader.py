@@ -1,5 +1,5 @@
 """
-How fast tokens are packed and served by one thread, and how fast all cores make them from text.
+How fast tokens are packed and served, by one thread.
 
     uv run benchmarks/loader.py                          # needs a prepared cache, of any profile
     uv run benchmarks/loader.py --batches 4 --rounds 1   # a quick look
@@ -11,25 +11,21 @@ they differ, the exit code is 1.
 
 import argparse
 import itertools
-import multiprocessing
-import os
-import resource
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 import prepare
-from benchmarks.common import print_header, print_row
+from benchmarks.common import print_header, print_row, training_documents
 
 import numpy as np
+import torch
 
 BASELINE = "linear scan, tokenised on the fly"
 
 
-# ---- Packing ----
 def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
     """The definition of pack_rows, by a scan of the whole buffer for each document."""
     source = iter(documents)
@@ -52,18 +48,6 @@ def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
             chosen = shortest if longest is None else longest
             row.extend(buffer.pop(chosen)[:left])
         yield row
-
-
-def cached_documents(flats):
-    for flat in flats:
-        yield from prepare.read_tokens(flat)
-
-
-def documents_on_the_fly(shards, tokenizer):
-    bos = tokenizer.get_bos_token_id()
-    for shard in shards:
-        for text in prepare.read_shard(shard):
-            yield np.array(tokenizer.encode(text, prepend=bos), dtype=np.uint16)
 
 
 def first_rows(pack, documents, count, T):
@@ -89,27 +73,36 @@ def time_loader(tokenizer, B, T, count):
     return count * B * T / (perf_counter() - begun)
 
 
-def print_packing(args, flats, shards, tokenizer):
-    """Prints the table of packing. Returns whether all ways yield the same rows."""
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("--rows", type=int, default=128, help="per batch (128)")
+    parser.add_argument("--tokens", type=int, default=2048, help="per row (2048)")
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
     B = args.rows
     T = args.tokens
     few = max(B // 4, 1)  # rows of the slow ways
-
-    def cached():
-        return cached_documents(flats)
+    many = args.batches * B
+    torch.set_num_threads(1)
+    manifest = prepare.check_cache()
+    tokenizer = prepare.Tokenizer.from_directory()
+    _, get_shards = prepare.find_corpus(manifest["options"])
+    *shards, _ = get_shards()  # the last is validation
 
     def on_the_fly():
-        return documents_on_the_fly(shards, tokenizer)
+        for shard in shards:
+            yield from map(tokenizer.encode_document, prepare.read_shard(shard))
 
-    shipped = first_rows(prepare.pack_rows, cached(), few, T)
+    shipped = first_rows(prepare.pack_rows, training_documents(), few, T)
     scanned = first_rows(linear_rows, on_the_fly(), few, T)
     same = len(shipped) == few and all(map(np.array_equal, shipped, scanned))
-
-    many = args.batches * B
     ways = {
         BASELINE: lambda: time_packing(linear_rows, on_the_fly(), few, T),
-        "linear scan, token cache": lambda: time_packing(linear_rows, cached(), few, T),
-        "pack_rows, token cache": lambda: time_packing(prepare.pack_rows, cached(), many, T),
+        "linear scan, token cache": lambda: time_packing(linear_rows, training_documents(), few, T),
+        "pack_rows, token cache": lambda: time_packing(
+            prepare.pack_rows, training_documents(), many, T
+        ),
         "make_dataloader": lambda: time_loader(tokenizer, B, T, args.batches),
     }
     speeds = {name: [] for name in ways}
@@ -124,56 +117,6 @@ def print_packing(args, flats, shards, tokenizer):
     base = median(speeds[BASELINE])
     for name, values in speeds.items():
         print_row(name, f"{median(values) / 1e6:.2f}", f"{median(values) / base:.1f}")
-    return same
-
-
-# ---- Tokenisation ----
-def time_tokenisation(shards, processes):
-    """Tokens per second of write_tokens over the shards."""
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = []
-        for i, shard in enumerate(shards):
-            flat = Path(folder, f"{i}.bin")
-            jobs.append(prepare.TokenJob(prepare.ROOT / "tokenizer", shard, flat))
-        begun = perf_counter()
-        with multiprocessing.get_context("spawn").Pool(processes) as pool:
-            pool.map(prepare.write_tokens, jobs, chunksize=1)
-        seconds = perf_counter() - begun
-        tokens = sum(job.flat.stat().st_size for job in jobs) // 2
-        return tokens / seconds
-
-
-def print_tokenisation(args, shards):
-    print()
-    print_header("tokenisation", "million tokens/s", "ratio", "peak MB of a process")
-    base = None
-    for processes in sorted({1, os.cpu_count() or 1}):
-        speeds = [time_tokenisation(shards, processes) for _ in range(max(1, args.rounds // 2))]
-        speed = median(speeds)
-        if base is None:
-            base = speed
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
-        ratio = f"{speed / base:.2f}"
-        print_row(f"{processes} processes", f"{speed / 1e6:.2f}", ratio, f"{peak:.0f}")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--rows", type=int, default=128, help="per batch (128)")
-    parser.add_argument("--tokens", type=int, default=2048, help="per row (2048)")
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-
-    import torch
-
-    torch.set_num_threads(1)
-    tokens = prepare.check_cache()["tokens"]
-    *training, _ = tokens  # the last is validation
-    shards = [prepare.ROOT / shard for shard in training]
-    flats = [prepare.ROOT / tokens[shard] for shard in training]
-    same = print_packing(args, flats, shards, prepare.Tokenizer.from_directory())
-    print_tokenisation(args, shards)
     raise SystemExit(0 if same else 1)
 
 

@@ -18,6 +18,7 @@ import ast
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -108,14 +109,12 @@ def build(levers, setting, memory_gb=None):
 
     import torch
 
-    prepare.begin_run()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(prepare.CACHE / "inductor"))
     torch.set_float32_matmul_precision("high")
     set_knobs(train, [*setting_of(levers), *setting])
     train.check_knobs()
-    device = prepare.training_device()
-    if "memory kept" in levers and device.type == "cpu":
-        prepare.keep_memory()
+    if "memory kept" not in levers:
+        prepare.keep_memory = lambda: None
+    device = prepare.start()
     if memory_gb:
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gb / total))
@@ -183,17 +182,17 @@ def measure(levers, setting, steps, memory_gb=None):
 
     seconds = {part: median(values) for part, values in times.items()}
     tokens_per_second = train.TOTAL_BATCH_SIZE / seconds["step"]
-    name = prepare.device_name(device)
-    peak = prepare.peak_flops(name)
-    allocated, reserved = prepare.peak_memory_mb(device)
+    peak = 1e12 * train.PEAK_TFLOPS.get(prepare.DEVICE_NAME, 0)
+    memory = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated()
     return {
         "seconds": seconds,
         "tokens_per_second": tokens_per_second,
         "mfu": 100 * subject.model.flops_per_token() * tokens_per_second / peak if peak else None,
-        "allocated": allocated,
-        "reserved": reserved,
+        "peak_mb": memory / 2**20,
         "attention": subject.attention,
-        "device": name,
+        "device": prepare.DEVICE_NAME,
         "depth": train.DEPTH,
         "width": subject.model.config.n_embd,
         "tokens": train.TOTAL_BATCH_SIZE,
@@ -243,7 +242,7 @@ def print_variants(args):
             f"{speed:.0f}",
             f"{speed / base:.2f}",
             f"{middle['mfu']:.1f}" if middle["mfu"] else "n/a",
-            f"{middle['allocated']:.0f}",
+            f"{middle['peak_mb']:.0f}",
             middle["attention"],
         )
     if base is None:
@@ -257,13 +256,13 @@ def print_variants(args):
 
 def print_memory(args):
     """A row per limit of GPU memory: the rows at a time that train.py's back-off finds."""
-    print_header("GB", "rows at a time", "tokens/s", "allocated MB", "reserved MB", "ratio")
+    print_header("GB", "rows at a time", "tokens/s", "peak MB", "ratio")
     base = None
     for limit in args.memory_gb:
         try:
             found = measure_in_a_process("as shipped", args, limit)
         except RunError as failure:
-            print_row(f"{limit:g}", failure, "", "", "", "")
+            print_row(f"{limit:g}", failure, "", "", "")
             continue
         speed = found["tokens_per_second"]
         if base is None:
@@ -272,8 +271,7 @@ def print_memory(args):
             f"{limit:g}",
             found["rows"],
             f"{speed:.0f}",
-            f"{found['allocated']:.0f}",
-            f"{found['reserved']:.0f}",
+            f"{found['peak_mb']:.0f}",
             f"{speed / base:.2f}",
         )
 

@@ -64,7 +64,7 @@ def build(argument):
             raise SystemExit(f"error: train.py has no knob {knob}; a setting is KNOB=value.")
         setattr(train, knob, ast.literal_eval(value))
     train.check_knobs()
-    device = prepare.training_device()
+    device = prepare.DEVICE
     if device.type == "cpu":
         prepare.keep_memory()
     dtype, _ = train.choose_dtype(device)
