@@ -6,8 +6,8 @@
 #   cluster/sweep.sh --wait FOLDER      wait until the array has ended, then collect
 #   cluster/sweep.sh --collect FOLDER   print a row for every task, at any time
 #
-# FOLDER must lie where all nodes see it. It gets tasks.tsv, job (the array's id), log/, runs/ and
-# status/, and inductor/ where the cache is read-only.
+# FOLDER must lie where all nodes see it. It gets tasks.tsv, job (the array's id), log/, runs/,
+# status/ and inductor/, the compiled code.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
