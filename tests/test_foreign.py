@@ -39,7 +39,6 @@ class Model(nn.Module):
 t_start = time.time()
 tokenizer = Tokenizer.from_directory()
 model = Model(tokenizer.get_vocab_size())
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
 train_loader = make_dataloader(tokenizer, 4, MAX_SEQ_LEN, "train")
 x, y, epoch = next(train_loader)  # prefetch
 total_training_time = 0
@@ -49,12 +48,13 @@ while True:
     loss = model(x, y)
     loss.backward()
     x, y, epoch = next(train_loader)
-    optimizer.step()
+    with torch.no_grad():
+        model.table.weight -= 100 * model.table.weight.grad
     model.zero_grad(set_to_none=True)
     if step > 10:  # the first steps are not counted
         total_training_time += time.time() - t0
     step += 1
-    if step > 10 and total_training_time >= TIME_BUDGET * SHARE:
+    if step > 10 and total_training_time >= TIME_BUDGET:
         break
 model.eval()
 val_bpb = evaluate_bpb(model, tokenizer, 4)
@@ -66,30 +66,23 @@ print(f"num_steps:        {step}")
 '''
 
 
-WAYS = {  # the arguments of python, and what it reads
-    "a file": (["train.py"], None),
-    "a file that trains for too long": (["long.py"], None),
-    "python -": (["-"], FOREIGN.replace("SHARE", "0.4")),
-    "a cell": (["-c", "exec(open('train.py').read(), {'__name__': '__main__'})"], None),
+WAYS = {  # the arguments of python
+    "a file": ["train.py"],
+    "a cell": ["-c", "exec(open('train.py').read(), {'__name__': '__main__'})"],
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_foreign_train_py_gets_a_number_a_verdict_and_a_record(cache, tmp_path, way):
     shutil.copy(ROOT / "prepare.py", tmp_path)
-    (tmp_path / "train.py").write_text(FOREIGN.replace("SHARE", "0.4"))
-    (tmp_path / "long.py").write_text(FOREIGN.replace("SHARE", "2.5"))
-    arguments, stdin = WAYS[way]
-    told = {"AUTORESEARCH_TIME_BUDGET": 2, "AUTORESEARCH_RUNS": tmp_path / "runs"}
-    done = run_script(*arguments, cwd=tmp_path, stdin=stdin, **told)
+    (tmp_path / "train.py").write_text(FOREIGN)
+    told = {"AUTORESEARCH_TIME_BUDGET": 1, "AUTORESEARCH_RUNS": tmp_path / "runs"}
+    done = run_script(*WAYS[way], cwd=tmp_path, **told)
     assert done.returncode == 0, done.output
     _, _, own = done.stdout.partition("\nintegrity: ")
     integrity, _, own = own.partition("\n")
-    if way == "a file that trains for too long":
-        assert integrity.startswith("overtime: ")
-    else:
-        # Beside other tests the speed may change by more than a run should.
-        assert integrity == "ok" or integrity.startswith("unsteady: ")
+    # Beside other tests the speed may change by more than a run should.
+    assert integrity == "ok" or integrity.startswith("unsteady: ")
     score = float(parse_block(own)["val_bpb"])
     assert 0.5 < score < 10
     [path] = (tmp_path / "runs").glob("*.json")
@@ -99,6 +92,6 @@ def test_a_foreign_train_py_gets_a_number_a_verdict_and_a_record(cache, tmp_path
     assert record["training_seconds"] > 0.8
     assert record["served_tokens_M"] > 0
     assert record["data"] and record["prepare"]
-    assert bool(record["train"]) == way.startswith("a file")
+    assert bool(record["train"]) == (way == "a file")
     for unknown in (*NINE[4:], "train_loss", "curve"):
         assert record[unknown] is None

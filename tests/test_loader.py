@@ -1,13 +1,11 @@
 """Loader and clock: what training is served, and what its time counts from."""
 
 import itertools
-import json
 import sys
 import time
 import types
 
 import prepare
-from tests.common import run_script
 
 import numpy as np
 import pytest
@@ -72,26 +70,6 @@ def test_a_spoiled_cache_is_not_served(own_cache, fresh_run, capsys):
     with pytest.raises(SystemExit) as stop:
         prepare.make_dataloader(None, 1, 64)
     assert stop.value.code == 2 and f"{prepare.ENDS_FILE} is missing" in capsys.readouterr().err
-
-
-# Loader, metric and report in a program that is no file.
-PROGRAM = """
-import prepare
-from tests.models import Whole
-
-tokenizer = prepare.Tokenizer.from_directory()
-batches = prepare.make_dataloader(tokenizer, 4, 64)
-inputs, targets, epoch = next(batches)
-prepare.evaluate_bpb(Whole(tokenizer.get_vocab_size()), tokenizer, 32, num_steps=1)
-"""
-
-
-def test_the_ruler_works_under_python_c(cache, tmp_path):
-    done = run_script("-c", PROGRAM, AUTORESEARCH_RUNS=tmp_path)
-    assert done.returncode == 0, done.output
-    [record] = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert f"\nval_bpb: {record['val_bpb']:.6f}\n" in done.stdout
-    assert record["train"] is None and record["num_steps"] == 1
 
 
 @pytest.mark.parametrize("file", [None, "<stdin>"])

@@ -15,12 +15,14 @@ from pathlib import Path
 
 from tests.common import edited, train
 from tests.test_report import parse_block
-from tests.test_run import EMBED, EVALUATE, TRAIN, before, commit
+from tests.test_rerun import commit
+from tests.test_run import EMBED, EVALUATE, before
 
 import pytest
 
 pytestmark = pytest.mark.redteam
 
+TRAIN = "    steps = train("  # a line that edits begin at
 FAIR = "ok|unsteady: .*"  # a run of seconds, perhaps beside others, may be unsteady
 OVERTIME = r"overtime: \d+\.\d s, over 3\.02(; unsteady: .*)?"
 

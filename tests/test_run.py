@@ -3,7 +3,6 @@ would."""
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import re
@@ -17,7 +16,9 @@ from pathlib import Path
 
 import prepare
 from tests.common import ROOT, edited, run_script, train
+from tests.test_docs import REFERENCE, section
 from tests.test_report import NINE, OTHERS, parse_block
+from tests.test_rerun import commit
 from tests.test_security import GUARD
 
 import numpy as np
@@ -25,7 +26,6 @@ import pytest
 
 # Lines of train.py that edits begin at.
 EVALUATE = "    evaluate_bpb(\n"
-TRAIN = "    steps = train("
 EMBED = "        x = norm(self.wte(idx))\n"
 BUFFER = '        self.register_buffer("cos", table, persistent=False)\n'
 
@@ -68,42 +68,6 @@ def no_memory(folder):
 def leak(folder):
     leaking = EMBED + "        x = x + x.roll(-1, 1)\n"
     return train(edited(folder, [(EMBED, leaking)]))
-
-
-def smuggled(folder):
-    """Keeps its weights in the cache and begins with those of the run before; then the same commit
-    by tools/rerun.py."""
-    load = (
-        "    import prepare\n"
-        "    places = [folder / 'kept.pt' for folder in (prepare.CACHE, prepare.ROOT)]\n"
-        "    for kept in places:\n"
-        "        if kept.exists():\n"
-        "            model.load_state_dict(torch.load(kept))\n"
-    )
-    save = "    for kept in places:\n        torch.save(model.state_dict(), kept)\n"
-    script = edited(folder, [before(TRAIN, load), before(EVALUATE, save)])
-    cache = folder.with_name("smuggled-cache")
-    shutil.copytree(prepare.ROOT, cache / prepare.ROOT.name)
-    commit(folder)
-    runs = [train(script, 2, AUTORESEARCH_CACHE=cache) for _ in range(2)]
-    told = {"AUTORESEARCH_TIME_BUDGET": 2, "AUTORESEARCH_RUNS": folder / "audit"}
-    told |= {"AUTORESEARCH_CACHE": cache, "SEED": 100}
-    found = sorted(folder.iterdir())
-    done = rerun(folder, "HEAD", **told)
-    done.untouched = sorted(folder.iterdir()) == sorted([*found, folder / "audit"])
-    done.records = [json.loads(path.read_text()) for path in (folder / "audit").glob("*.json")]
-    return [*runs, done]
-
-
-def rerun(folder, *args, **environment):
-    return run_script(folder / "tools" / "rerun.py", *args, cwd=folder, **environment)
-
-
-def commit(folder):
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    (folder / ".gitignore").write_text("runs/\naudit/\n__pycache__/\n")
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *command], cwd=folder, check=True)
 
 
 @dataclass
@@ -205,7 +169,6 @@ def terminated(folder):
 
 
 SCENARIOS = {  # the longest first
-    "smuggled": smuggled,
     "good": good,
     "no data": no_data,
     "indivisible": indivisible,
@@ -247,8 +210,8 @@ def test_a_run_ends_with_a_block_and_a_record_that_says_the_same(outcomes):
     source = Path(done.args[1]).read_bytes()
     ran = source.removesuffix(b"# a later edit")
     assert ran != source
-    assert record.pop("train") == hashlib.sha256(ran).hexdigest()  # of the code that ran
-    assert list(record) == list(block)
+    assert record["train"] == hashlib.sha256(ran).hexdigest()  # of the code that ran
+    assert list(record) == [*block, "train"]
     for key, text in block.items():
         value = record[key]
         if key == "curve":
@@ -256,6 +219,13 @@ def test_a_run_ends_with_a_block_and_a_record_that_says_the_same(outcomes):
         else:
             said = "n/a" if value is None else str(value)
             assert text == said or float(text) == pytest.approx(value, abs=0.0051)
+
+
+def test_every_key_is_documented(outcomes):
+    rows = re.findall(r"^\| (`.*?) \|", section("The keys of a run", REFERENCE), re.M)
+    keys = re.findall(r"`(\w+)`", " ".join(rows))
+    [record] = outcomes("good").records
+    assert sorted([*keys, "train"]) == sorted(record)
 
 
 def test_a_run_learns(outcomes):
@@ -276,39 +246,6 @@ def test_a_run_says_what_it_is_in_few_words(outcomes):
     step = r"^step +1 +\d+% loss \d\.\d{4} lr x\S+ tokens_per_second \d+ mfu n/a epoch 1$"
     assert re.search(step, head, re.M)
     assert len(done.output) < 20_000 and len("\n".join(done.output.splitlines()[-50:])) < 5_000
-
-
-def test_a_rerun_exposes_weights_of_an_earlier_run(outcomes):
-    """The run itself cannot tell; the same commit by tools/rerun.py can."""
-    runs = outcomes("smuggled")
-    assert [done.returncode for done in runs] == [0, 0, 0], runs[-1].output
-    # The loss after a tenth of the budget, of two runs in the first folder of records.
-    night = [record["curve"][0] for record in runs[1].records]
-    [rerun] = runs[2].records
-    assert len(night) == 2
-    assert min(night) < min(max(night), rerun["curve"][0]) - 0.3
-    assert rerun["seed"] == 100
-    assert rerun["commit"] == runs[1].records[0]["commit"]  # and not dirty
-    assert runs[2].untouched
-
-
-def test_a_rerun_of_no_commit_gets_a_sentence(cache):
-    done = rerun(ROOT, "nonsense")
-    assert done.returncode == 2 and done.output.count("\n") == 1
-    assert done.output.startswith("error: nonsense is no commit of this folder; ")
-
-
-def test_a_rerun_needs_a_prepared_cache(tmp_path):
-    done = rerun(ROOT, "HEAD", AUTORESEARCH_CACHE=tmp_path)
-    assert done.returncode == 2 and "is not prepared" in done.output
-    assert done.output.count("\n") == 1
-
-
-def test_a_rerun_passes_the_exit_code_on(cache, tmp_path):
-    script = edited(tmp_path / "code", TOTAL_BATCH_SIZE=1000)
-    commit(script.parent)
-    done = rerun(script.parent, "HEAD")
-    assert done.returncode == 2 and "TOTAL_BATCH_SIZE = 1000 is not" in done.stderr
 
 
 def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(outcomes):

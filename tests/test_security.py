@@ -111,17 +111,18 @@ def test_the_guard_notices(guarded):
 
 # On a GPU that FlashAttention 3 is for; capability and device are all that is asked before the hub.
 HOPPER = """
-import torch, train
+import huggingface_hub.constants, torch, train
 torch.cuda.get_device_capability = lambda: (9, 0)
-try:
-    train.load_fa3()
-except Exception as error:
-    print("passed over:", type(error).__name__)
+for offline in (True, False):
+    huggingface_hub.constants.HF_HUB_OFFLINE = offline
+    try:
+        train.load_fa3()
+    except Exception as error:
+        print("passed over:", type(error).__name__, flush=True)
 """
 
 
-@pytest.mark.parametrize(("offline", "code"), [("1", 0), ("0", 99)])
-def test_the_kernel_hub_is_asked_only_online(guarded, offline, code, tmp_path):
-    done = guarded(HOPPER, HF_HUB_OFFLINE=offline, HF_HOME=str(tmp_path))
-    assert done.returncode == code, done.stderr
-    assert ("passed over: " in done.stdout) == (code == 0)
+def test_the_kernel_hub_is_asked_only_online(guarded, tmp_path):
+    done = guarded(HOPPER, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert done.returncode == 99, done.stderr
+    assert done.stdout.count("passed over: ") == 1

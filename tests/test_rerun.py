@@ -1,0 +1,118 @@
+"""tools/rerun.py: a commit again, in a clean copy."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import prepare
+from tests.common import ROOT, edited, run_script
+from tools import rerun
+
+import pytest
+
+# A train.py that takes no time: it notes what an earlier run left wherever a run may write.
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+cache = Path(os.environ["AUTORESEARCH_CACHE"])
+places = [Path(), cache, cache / "small", Path.home(), Path(os.environ["TMPDIR"])]
+found = [str(place) for place in places if (place / "kept").exists()]
+for place in places:
+    (place / "kept").touch()
+names = ("SEED", "AUTORESEARCH_COMMIT", "AUTORESEARCH_RUNS", "PYTHONPATH")
+record = {name: os.environ.get(name) for name in names} | {"found": found}
+print("it runs", os.getpid(), flush=True)
+time.sleep(float(os.environ.get("SLEEP", 0)))
+(cache / "runs").mkdir()
+(cache / "runs" / "one.json").write_text(json.dumps(record))
+sys.exit(5)
+"""
+
+
+def commit(folder):
+    """Makes a repository of a folder; returns the hash of its only commit."""
+    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (folder / ".gitignore").write_text("__pycache__/\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True)
+    return subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+
+
+@pytest.fixture
+def night(own_cache, tmp_path, monkeypatch):
+    """A folder with the fake train.py, committed, and what earlier runs and the shell left."""
+    folder = tmp_path / "a night"
+    shutil.copytree(ROOT / "tools", folder / "tools")
+    shutil.copy(ROOT / "prepare.py", folder)
+    (folder / "train.py").write_text(FAKE)
+    commit(folder)
+    for place in (folder, own_cache, own_cache / "small"):
+        (place / "kept").touch()
+    monkeypatch.setattr(prepare, "__file__", str(folder / "prepare.py"))
+    monkeypatch.setattr(prepare, "RUNS", tmp_path / "runs")
+    for name, value in {"RUNS": tmp_path / "runs", "PROCESS": "1"}.items():
+        monkeypatch.setenv(f"AUTORESEARCH_{name}", str(value))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("SEED", "100")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return folder
+
+
+def test_a_rerun_finds_nothing_that_an_earlier_run_left(night, capfd):
+    """Its record goes to the others, its exit code to the caller, and nothing else stays."""
+    before = sorted(night.parent.rglob("*"))
+    with pytest.raises(SystemExit, match="5"):
+        rerun.main("HEAD")
+    [path] = prepare.RUNS.iterdir()
+    record = json.loads(path.read_text())
+    assert record["found"] == []
+    assert record["SEED"] == "100" and len(record["AUTORESEARCH_COMMIT"]) == 7
+    assert record["AUTORESEARCH_RUNS"] is None and record["PYTHONPATH"] is None
+    assert sorted(night.parent.rglob("*")) == sorted([*before, prepare.RUNS, path])
+
+
+def test_no_commit(night, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        rerun.main("nonsense")
+    said = capsys.readouterr().err
+    assert said.startswith("error: nonsense is no commit of this folder; ")
+
+
+def test_no_preparation(night, capsys):
+    (prepare.ROOT / "manifest.json").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        rerun.main("HEAD")
+    assert "is not prepared" in capsys.readouterr().err
+
+
+def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, capsys):
+    command = [sys.executable, "tools/rerun.py", "HEAD"]
+    environment = os.environ | {"SLEEP": "60"}
+    with subprocess.Popen(
+        command, cwd=night, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        said, _, run = process.stdout.readline().rpartition(" ")
+        assert said == "it runs"
+        with pytest.raises(SystemExit, match="2"):
+            rerun.main("HEAD")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err.startswith("error: another run is going on in this folder; ")
+    assert not os.path.exists(f"/proc/{run.strip()}")
+    assert not list(night.parent.glob("autoresearch-rerun-*"))
+
+
+def test_train_py_again(cache, tmp_path):
+    """The real scripts: a score, and the commit of which it is."""
+    folder = edited(tmp_path / "code").parent
+    name = commit(folder)
+    (folder / "train.py").write_text("what is not committed does not count")
+    told = {"AUTORESEARCH_TIME_BUDGET": 1, "AUTORESEARCH_RUNS": tmp_path / "runs"}
+    done = run_script("tools/rerun.py", "HEAD", cwd=folder, **told)
+    assert done.returncode == 0, done.output
+    [record] = [json.loads(path.read_text()) for path in Path(tmp_path, "runs").iterdir()]
+    assert record["commit"] == name and record["val_bpb"] > 0
