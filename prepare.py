@@ -6,8 +6,8 @@ during a night of research.
     uv run prepare.py --data-dir DIR   a corpus of your own: parquet files with a column `text`; the
                                        last by name is validation
 
-Part 1 is what a run uses, part 2 makes the cache. Exit codes, also of train.py: 0 success, 1 a bug,
-2 set-up or usage, 3 integrity, 4 diverged, 5 out of memory.
+Exit codes, also of train.py: 0 success, 1 a bug, 2 set-up or usage, 3 integrity, 4 diverged, 5 out
+of memory.
 """
 
 import argparse
@@ -142,9 +142,7 @@ CACHE = CACHE.expanduser().absolute()
 RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").absolute()  # a record per run
 DATA = CACHE / "data"
 VAL = CACHE / "val"
-# What is derived. `medium` scores the first rows of those that `full` scores.
-ROOT = CACHE / by_profile(full="full", medium="full", small="small")
-PACKED_TOKENS = by_profile(full=EVAL_TOKENS, medium=40 * 2**19, small=EVAL_TOKENS)
+ROOT = CACHE / PROFILE  # what is derived
 TOKENIZER_FILE = "tokenizer.tiktoken"
 TOKENS_FILE = "train.u16"  # all training documents, flat, BOS before each
 ENDS_FILE = "train.npy"  # where each begins and ends, int64 [documents + 1]
@@ -153,7 +151,7 @@ FILES = (TOKENIZER_FILE, TOKENS_FILE, ENDS_FILE, ROWS_FILE)
 
 RECIPE = [  # all that the derived files depend on, besides the corpus
     1,  # raised by hand with any change of this file that changes a derived file
-    *(VOCAB_SIZE, PACKED_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS),
+    *(VOCAB_SIZE, EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS),
     *(importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")),
 ]
 
@@ -172,7 +170,7 @@ def sha256(path):
 
 
 def find_damaged(files, hashed):
-    """The first file that is missing or has another size or, if in `hashed`, another sha256."""
+    """The first file with another size or, if in `hashed`, another sha256."""
     for name, (size, digest) in files.items():
         path = ROOT / name
         if not path.is_file() or path.stat().st_size != size:
@@ -298,8 +296,8 @@ def current_commit():
 
 
 def watch(event, arguments):
-    """An audit hook that notes the files of text a run opens: a loader of its own may meet the
-    validation rows. What pyarrow reads, or a copy, is not seen."""
+    """An audit hook that notes the files of text a run opens: its own loader may meet validation
+    rows. What pyarrow reads, or a copy, is not seen."""
     if event == "open" and _run.watched and not isinstance(arguments[0], int):
         folder, name = os.path.split(os.path.realpath(os.fsdecode(arguments[0])))
         if folder in _run.watched and name.endswith((".parquet", ".u16", ".npy")):
@@ -316,15 +314,13 @@ def keep_memory():
 
 
 def start():
-    """Begins the run, once: checks device and cache, reads the validation rows, keeps a second run
-    out of the script's folder. make_dataloader calls it too. Returns the device."""
+    """Begins the run, once; make_dataloader calls it too. Returns the device."""
     check_process()
     if _run.manifest:
         return DEVICE
     check_device()
     manifest = check_cache()
-    rows = np.fromfile(ROOT / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
-    _run.rows = rows[: EVAL_TOKENS // MAX_SEQ_LEN]
+    _run.rows = np.fromfile(ROOT / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
     _run.token_bytes = Tokenizer.from_directory().token_bytes
     _run.tokens = np.memmap(ROOT / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
     _run.ends = np.load(ROOT / ENDS_FILE, mmap_mode="r")
@@ -583,9 +579,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
     """Ends the run, once: stops the clock, scores the model on every validation row, prints the
     final block, with `stats` in it, and writes it as the record. Returns bits per byte, whatever
     the batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3.
-
-    No check inside a process stops determined code, or knows that weights came from an earlier run.
-    For that there is tools/rerun.py, and a reader of the diff."""
+    What no process knows of itself, such as an earlier run's weights, tools/rerun.py shows."""
     check_process()
     try:
         if _run.eval_began is not None:
@@ -668,7 +662,7 @@ def report(val_bpb, stats):
     if DEVICE.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
     tokens = sum(rows * length for _, rows, length in _run.served)
-    data = json.dumps([_run.manifest["files"], len(_run.rows)])
+    data = json.dumps(_run.manifest["files"])
     curve = _run.curve + [_run.smooth_loss] * (10 - len(_run.curve))
     block = {
         "val_bpb": val_bpb,
@@ -740,11 +734,6 @@ def read_shard(shard):
         raise ShardError(f"{shard} is not a whole parquet file; replace it ({reason}).") from None
 
 
-def check_shard(path):
-    """Reads the beginning of a shard. Raises ShardError."""
-    next(read_shard(path), None)
-
-
 # ---- ClimbMix ----
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 CLIMBMIX_VAL = 6542  # the last shard is pinned for validation: nothing trains on it
@@ -754,7 +743,7 @@ WAITS = (0, 1, 2, 4, 8)  # seconds before each try of a download
 def download(path):
     """Downloads a shard, unless a whole one is there. Raises ShardError."""
     with contextlib.suppress(ShardError):
-        check_shard(path)
+        any(read_shard(path))  # opens it, reads its first texts
         return
     host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -765,7 +754,7 @@ def download(path):
             reply = requests.get(url, timeout=60)
             reply.raise_for_status()
             part.write_bytes(reply.content)
-            check_shard(part)  # a login page is not one
+            any(read_shard(part))  # a login page is none
             part.replace(path)
             return
         except (requests.RequestException, ShardError) as error:
@@ -817,8 +806,7 @@ def python_sources():
 
 
 def python_corpus():
-    """The shards of the embedded corpus. Files are cut into pieces, at newlines if possible: most
-    are longer than a row, and packing would drop nine tenths. One of twenty is held out."""
+    """The shards: files in pieces, as most are longer than a row, and one of twenty held out."""
 
     def number(name):
         return int(hashlib.sha256(name.encode()).hexdigest(), 16)
@@ -884,7 +872,7 @@ def train_tokenizer(shards, folder):
 
 # ---- Tokens: made once, not in each of a night's hundred runs ----
 def read_tokens(shard, tokenizer):
-    """Yields the documents of a shard as uint16 tokens, by threads: tiktoken releases the GIL."""
+    """Yields each document's tokens, by threads: tiktoken releases the GIL."""
     texts = read_shard(shard)
     with ThreadPool() as pool:
         while batch := list(itertools.islice(texts, 4096)):
@@ -894,7 +882,7 @@ def read_tokens(shard, tokenizer):
 def write_rows(shard, tokenizer, folder):
     """Packs the validation shard into rows."""
     rows = pack_rows(read_tokens(shard, tokenizer), MAX_SEQ_LEN + 1)
-    rows = list(itertools.islice(rows, PACKED_TOKENS // MAX_SEQ_LEN))
+    rows = list(itertools.islice(rows, EVAL_TOKENS // MAX_SEQ_LEN))
     count = len(rows) // EVAL_BATCH * EVAL_BATCH
     if count == 0:
         stop(f"validation, the last file, fills only {len(rows)} rows of {EVAL_BATCH}; add text.")
@@ -902,7 +890,7 @@ def write_rows(shard, tokenizer, folder):
 
 
 def write_tokens(shards, tokenizer, folder):
-    """Writes the tokens of the training shards; returns the number of each one's first document."""
+    """Writes the training tokens; returns the number of each shard's first document."""
     lengths = [0]
     first = []
     with open(folder / TOKENS_FILE, "wb") as file:
@@ -917,8 +905,8 @@ def write_tokens(shards, tokenizer, folder):
 
 # ---- Commands ----
 def build(wanted, shards):
-    """Makes the derived files in a folder beside ROOT and moves them into place; meanwhile there is
-    no manifest, so that no run sees a mixture of old and new files."""
+    """Makes the derived files in a folder beside ROOT and moves them into place, the manifest last:
+    no run sees a mixture of old and new files."""
     new = ROOT.with_name(f"{ROOT.name}.new")
     new.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(shards[:-1], new)
@@ -945,10 +933,8 @@ def prepare(options):
     found = {key: manifest.get(key) for key in wanted}
     if found != wanted or find_damaged(manifest["files"], FILES):
         manifest = build(wanted | {"options": options}, get_shards())
-    size, _ = manifest["files"][ROWS_FILE]
-    rows = min(size // (2 * (MAX_SEQ_LEN + 1)), EVAL_TOKENS // MAX_SEQ_LEN)
-    what = f"{len(manifest['shards'])} training shards, {rows} validation rows"
-    print(f"ready: {PROFILE} profile, {what}; next: uv run train.py")
+    count = len(manifest["shards"])
+    print(f"ready: {PROFILE} profile, {count} training shards; next: uv run train.py")
 
 
 def main():

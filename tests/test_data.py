@@ -73,14 +73,8 @@ def test_the_profile_decides_the_settings(monkeypatch):
     assert (medium.MAX_SEQ_LEN, medium.EVAL_TOKENS, medium.VOCAB_SIZE) == (2048, 2_097_152, 8192)
     assert (small.MAX_SEQ_LEN, small.EVAL_TOKENS, small.VOCAB_SIZE) == (512, 262_144, 2048)
     assert full.RUNS == small.RUNS == prepare.CACHE / "runs"
-    assert small.ROOT == prepare.CACHE / "small"
-
-
-def test_medium_and_full_share_all_that_is_prepared(monkeypatch):
-    full = settings(monkeypatch, "full")
-    medium = settings(monkeypatch, "medium")
-    assert medium.ROOT == full.ROOT == prepare.CACHE / "full"
-    assert medium.RECIPE == full.RECIPE
+    for profile in (full, medium, small):
+        assert profile.ROOT == prepare.CACHE / profile.PROFILE
 
 
 @pytest.mark.parametrize(
@@ -331,19 +325,12 @@ def test_validation_rows_are_the_packed_validation_shard(cache, corpus):
     assert (np.stack(packed[: len(rows)]) == rows).all()
 
 
-def test_a_profile_scores_the_first_rows_of_the_file(cache, fresh_run, monkeypatch):
-    packed = np.fromfile(cache / "small/val.u16", "<u2").reshape(-1, 513)
-    monkeypatch.setattr(prepare, "EVAL_TOKENS", 32 * 512)
-    prepare.start()
-    assert (fresh_run.rows == packed[:32]).all() and len(packed) > len(fresh_run.rows) == 32
-
-
 def test_a_second_preparation_changes_nothing(own_cache, corpus, capsys):
     before = times(own_cache)
     run_prepare("--data-dir", corpus)
     profile, ready = capsys.readouterr().out.splitlines()
     assert profile.startswith("profile: small, ")
-    assert ready.startswith("ready: small profile, 2 training shards, ")
+    assert ready.startswith("ready: small profile, 2 training shards; ")
     assert times(own_cache) == before
 
 

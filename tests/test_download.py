@@ -241,7 +241,7 @@ def reference(hub, shards, tmp_path):
         "data/.shard_00007.parquet.7.tmp": b"half of one",
         "data/shard_00008.parquet.tmp": b"half of one",
         "val/.x.tmp": b"?",
-        "full/.x.tmp": b"?",
+        "medium/.x.tmp": b"?",
         "manifest.json": b"{}",
     }
     cache = tmp_path / "reference"
@@ -263,12 +263,12 @@ def test_a_cache_of_the_reference_is_used_and_nothing_in_it_touched(
         environment["HF_ENDPOINT"] = f"http://127.0.0.1:{dead_port()}"
     done = run_script(ROOT / "prepare.py", "--num-shards", 2, **environment)
     assert done.returncode == 0, done.output
-    assert "ready: medium profile, 2 training shards, " in done.stdout
+    assert "ready: medium profile, 2 training shards; " in done.stdout
     assert hub.requests == Counter([missing] if missing else [])
     after = contents(reference)
     assert after.items() >= before.items()
     new = {name for name in after if name not in before}
-    made = {f"full/{name}" for name in (*prepare.FILES, "manifest.json")}
+    made = {f"medium/{name}" for name in (*prepare.FILES, "manifest.json")}
     assert new == made | ({f"val/{VAL}"} if missing else set())
 
 
