@@ -543,17 +543,16 @@ def score(model, rows, token_bytes, batch_size, rng=None):
     """(bits per byte, {probe: absolute changes in nats}, seconds of each batch but for compilation)
     of a model, int64 [B, T] to logits [B, T, V], over rows, uint16 [N, T + 1]. `rng` shuffles them
     and draws the probes. Raises IntegrityError."""
+    moments = [_now() - compile_seconds()]
     before = parameter_bits(model)
     if not before:
         raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
     rng = np.random.default_rng(rng)
     size = largest_divisor(len(rows), min(batch_size, EVAL_BATCH))
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
-    seconds = []
     for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
-        began = _now() - compile_seconds()
         losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
-        seconds.append(_now() - compile_seconds() - began)
+        moments.append(_now() - compile_seconds())
     broken = np.count_nonzero(~np.isfinite(losses))
     if broken:
         raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
@@ -572,7 +571,7 @@ def score(model, rows, token_bytes, batch_size, rng=None):
                 f"{LIKELY_MISTAKE[name]}"
             )
     count = token_bytes[rows[:, 1:]].sum(dtype=np.int64)
-    return losses.sum(dtype=np.float64) / (math.log(2) * count), probes, seconds
+    return losses.sum(dtype=np.float64) / (math.log(2) * count), probes, np.diff(moments)
 
 
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
@@ -601,7 +600,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
         raise SystemExit(3) from None
     _run.eval_ended = _now()
     # Time that single batches take beyond four medians is work put off until the clock stopped.
-    _run.eval_began += sum(max(0.0, taken - 4 * np.median(seconds)) for taken in seconds)
+    _run.eval_began += np.maximum(seconds - 4 * np.median(seconds), 0).sum()
     report(val_bpb, stats)
     return val_bpb
 
