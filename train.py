@@ -12,14 +12,10 @@ Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary.
 import gc
 import math
 import os
-import re
-import shutil
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from time import monotonic
 
 from prepare import (  # first: its import starts the clock of total_seconds
     CACHE,
@@ -42,18 +38,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.adamw import adamw
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 # ---- Knobs: every number worth turning ----
 # fmt: off
 # Model
 DEPTH             = by_profile(full=8, medium=4, small=3)              # layers
-ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH; the width is
-                                                     # rounded up to whole heads
+ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, at least
 HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
 WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated, the last is L
@@ -61,29 +51,24 @@ SHORT_WINDOW      = by_profile(full=1024, medium=256, small=128)       # reach o
 MLP_RATIO         = 4                                # hidden size of the MLP / width
 ROPE_BASE         = 10000                            # base of the rotary embedding (theta)
 LOGIT_SOFTCAP     = 15                               # tanh keeps logits within +-this; 0: off
-VE_EVERY          = 2                                # value embedding on the last layer and every
-                                                     # n-th before it; 0: none
-VE_GATE_CHANNELS  = 32                               # input channels of a value embedding's gate
+VE_EVERY          = 2                                # value embedding (ve) each n-th layer; 0: none
+VE_GATE_CHANNELS  = 32                               # input channels of its gate
 # Initialisation
 EMBEDDING_STD     = 1.0                              # wte, normal
 UNEMBEDDING_STD   = 0.001                            # lm_head, normal: the first loss is ln V
-MATRIX_SCALE      = 1.0                              # q, k, v, up and value embeddings: uniform
-                                                     # within +-this * sqrt(3 / C)
-RESID_INIT        = 1.0                              # resid_lambdas: factor on the residual stream
-                                                     # before each layer
-X0_INIT           = 0.1                              # x0_lambdas: factor on the embedding, which is
-                                                     # added there; None: not added
+MATRIX_SCALE      = 1.0                              # q, k, v, up, ve: within +-this * sqrt(3 / C)
+RESID_INIT        = 1.0                              # resid_lambdas: factor on the stream
+X0_INIT           = 0.1                              # x0_lambdas: share of x0 added; None: off
 # Batch
 TOTAL_BATCH_SIZE  = by_profile(full=2**19, medium=2**15, small=2**12)  # tokens per step
 DEVICE_BATCH_SIZE = by_profile(full=128, medium=16, small=8)           # rows at a time, at most
 # Optimizer: Muon takes MATRIX_LR, AdamW the other rates
-EMBEDDING_LR      = by_profile(full=0.6, medium=0.6, small=0.3)        # wte, value embeddings
+EMBEDDING_LR      = by_profile(full=0.6, medium=0.6, small=0.3)        # wte, ve
 UNEMBEDDING_LR    = by_profile(full=0.004, medium=0.004, small=0.002)  # lm_head
 MATRIX_LR         = by_profile(full=0.04, medium=0.04, small=0.02)     # matrices in the blocks
 SCALAR_LR         = 0.5                              # x0_lambdas, vectors in the blocks
 RESID_LR          = 0.005                            # resid_lambdas
-WIDTH_LR_POWER    = -0.5                             # wte, value embeddings, lm_head: lr times
-                                                     # (C / 768) ** this
+WIDTH_LR_POWER    = -0.5                             # AdamW's matrices: lr * (C / 768) ** this
 WEIGHT_DECAY      = 0.2                              # of the matrices, falls to 0 over the run
 ADAM_BETAS        = (0.8, 0.95)                      # beta1, beta2
 X0_BETAS          = (0.96, 0.95)                     # the same for x0_lambdas
@@ -98,7 +83,6 @@ FINAL_LR_FRAC     = 0.0                              # final lr / peak lr
 # Run
 ATTENTION         = "auto"                           # or fa3, varlen, blocks, sdpa
 CPU_QUERY_BLOCK   = 64                               # queries per block of attention on a CPU
-RECOMPUTE         = False                            # True: a third less memory, 8 % slower (CPU)
 COMPILE           = True                             # False: slower, errors point at their line
 # fmt: on
 
@@ -154,7 +138,6 @@ class Attention(nn.Module):
     def __init__(self, config, layer, attend):
         super().__init__()
         self.head_dim = config.head_dim
-        self.group = config.n_head // config.n_kv_head
         self.window = config.windows[layer]
         self.attend = attend
         self.q = Linear(config.n_embd, config.n_embd)
@@ -174,9 +157,6 @@ class Attention(nn.Module):
             v = v + gate[..., None] * ve.view(v.shape)
         q = norm(rotate(q, cos, sin))
         k = norm(rotate(k, cos, sin))
-        if self.group > 1:
-            k = k.repeat_interleave(self.group, dim=2)
-            v = v.repeat_interleave(self.group, dim=2)
         y = self.attend(q, k, v, self.window)
         return self.out(y.flatten(2))
 
@@ -201,17 +181,6 @@ class Block(nn.Module):
     def forward(self, x, ve, cos, sin):
         x = x + self.attention(norm(x), ve, cos, sin)
         return x + self.mlp(norm(x))
-
-
-def keep_products():
-    """For `checkpoint`: of a block keeps the matrix products and attention for the backward pass.
-    All else is cheap and is computed again."""
-
-    def policy(context, operator, *args, **kwargs):
-        is_product = re.search("mm|att", str(operator))
-        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.MUST_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 class GPT(nn.Module):
@@ -245,12 +214,7 @@ class GPT(nn.Module):
             if self.x0_lambdas is not None:
                 x = x + self.x0_lambdas[i] * x0
             ve = self.value_embeddings[str(i)](idx) if i in self.config.value_layers else None
-            if RECOMPUTE and self.training:
-                x = checkpoint(
-                    block, x, ve, cos, sin, use_reentrant=False, context_fn=keep_products
-                )
-            else:
-                x = block(x, ve, cos, sin)
+            x = block(x, ve, cos, sin)
         x = norm(x)
 
         logits = self.lm_head(x).float()
@@ -273,14 +237,11 @@ class GPT(nn.Module):
 # ---- Initialisation ----
 @torch.no_grad()
 def initialise(model, dtype, seed):
-    """Sets every parameter and floating-point buffer; the embedding tables become `dtype`."""
+    """Sets every parameter and buffer; the embedding tables become `dtype`."""
     config = model.config
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     s = MATRIX_SCALE * math.sqrt(3 / config.n_embd)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.fill_(math.nan)  # marks what the lines below forget
     model.wte.to(dtype)  # in place
     model.value_embeddings.to(dtype)
 
@@ -308,18 +269,8 @@ def initialise(model, dtype, seed):
     model.cos = angle.cos().to(dtype)
     model.sin = angle.sin().to(dtype)
 
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    forgotten = [name for name, tensor in tensors if tensor.isnan().any()]
-    if forgotten:
-        stop(f"initialise sets no value, or NaN, for {', '.join(forgotten)}; add a line there.")
-
 
 # ---- Parameter groups ----
-def require(condition, sentence):
-    if not condition:
-        stop(sentence)
-
-
 def parameter_groups(model):
     """One row per group; each parameter of the model is in exactly one. Muon takes the matrices in
     the blocks, a group per shape; AdamW takes the rest. Before each step `set_schedules` derives
@@ -354,12 +305,6 @@ def parameter_groups(model):
     wrong = [name for name, p in model.named_parameters() if count[id(p)] != 1]
     if wrong:
         stop(f"not in exactly one row of parameter_groups: {', '.join(wrong)}; fix the rows.")
-    for group in groups:
-        if group["kind"] == "muon":
-            same = len({p.shape for p in group["params"]}) == 1 and group["params"][0].ndim == 2
-            require(same, "a row of kind muon takes matrices of one shape; fix parameter_groups.")
-        else:
-            require(group["kind"] == "adamw", f"kind {group['kind']!r} is neither adamw nor muon.")
     return [group for group in groups if group["params"]]
 
 
@@ -405,24 +350,15 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     return lr * max(1, rows / cols) ** 0.5 * update
 
 
-def uncompiled(function):
-    """Stands in for torch.compile where nothing is compiled."""
-    return function
-
-
 class MuonAdamW:
-    """Muon or AdamW for each group, by its kind. `compiler` compiles Muon's update; what changes
-    from step to step enters it as 0-D tensors, so that nothing recompiles."""
+    """Muon or AdamW for each group, by its kind. `update` is muon_update, compiled or not; what
+    changes from step to step enters it as 0-D tensors, so that nothing recompiles."""
 
-    def __init__(self, groups, dtype, compiler=uncompiled):
+    def __init__(self, groups, dtype, update=muon_update):
         self.param_groups = groups
         self.dtype = dtype
-        self.muon_update = compiler(muon_update)
-        self.reset()
-
-    def reset(self):
-        """Back to before the first step."""
-        for group in self.param_groups:
+        self.muon_update = update
+        for group in groups:
             params = group["params"]
             if group["kind"] == "muon":
                 rows, cols = params[0].shape
@@ -507,44 +443,28 @@ def set_schedules(optimizer, progress, step):
 
 
 # ---- Training loop ----
-def train_step(model, optimizer, batches, micro_batches):
+def train_step(model, optimizer, batch, batches, micro_batches):
     """One optimizer step. Returns the loss as a 0-D tensor, without waiting for the device, and the
-    epoch."""
+    batch after the last, which was made while a GPU worked."""
     total = 0.0
     for _ in range(micro_batches):
-        inputs, targets, epoch = next(batches)
+        inputs, targets, _ = batch
         loss = model(inputs, targets) / micro_batches
         loss.backward()
         total = total + loss.detach()
+        batch = next(batches)
     optimizer.step()
-    return total, epoch
-
-
-def read_later(loss):
-    """A function that waits for this loss and returns it as a float. On a GPU `loss.item()` would
-    wait for all that was queued by then, the next step too."""
-    if loss.device.type != "cuda":
-        return loss.item
-    copy = loss.to("cpu", non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read():
-        copied.synchronize()
-        return copy.item()
-
-    return read
+    return total, batch
 
 
 # Dense bf16 peaks in TFLOP/s, from the vendors' data sheets, by the names that torch gives.
 # fmt: off
 PEAK_TFLOPS = {
-    "NVIDIA B200": 2250, "NVIDIA GB200": 2500, "NVIDIA H200": 989, "NVIDIA H200 NVL": 836,
-    "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
+    "NVIDIA B200": 2250, "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756,
     "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312, "NVIDIA A800-SXM4-80GB": 312, "NVIDIA A40": 149.7,
-    "NVIDIA A30": 165, "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA GeForce RTX 5090": 209.5,
-    "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA A100 80GB PCIe": 312, "NVIDIA A40": 149.7, "NVIDIA A30": 165, "NVIDIA L40S": 362,
+    "NVIDIA L4": 121, "NVIDIA GeForce RTX 5090": 209.5, "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 3090": 71,
 }
 # fmt: on
 
@@ -555,47 +475,33 @@ def tokens_per_second(tokens):
 
 
 def mfu_percent(flops_per_token, tokens):
-    """The percentage of the card's peak that `tokens` took; None where the table lacks it."""
+    """Of the card's peak, for `tokens` so far; None where the table lacks it."""
     peak = torch.cuda.is_available() and PEAK_TFLOPS.get(torch.cuda.get_device_name())
     return 100 * flops_per_token * tokens_per_second(tokens) / (peak * 1e12) if peak else None
 
 
-def train(model, optimizer, batches, micro_batches, flops_per_token):
+def train(model, optimizer, batches, micro_batches):
     """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number."""
-    # A GPU gets the next step while it works on this one: each loss is read one step late.
-    late = 1 if torch.cuda.is_available() else 0
-    unread = deque()
-
-    def log_oldest():
-        step, read, factor, epoch = unread.popleft()
-        tokens = step * TOTAL_BATCH_SIZE
-        mfu = mfu_percent(flops_per_token, tokens)
-        log_step(
-            step,
-            read(),
-            lr=f"x{factor:.2f}",
-            tokens_per_second=f"{tokens_per_second(tokens):.0f}",
-            mfu=f"{mfu:.1f}%" if mfu else "n/a",
-            epoch=epoch,
-        )
-
     step = 0
-    time_left = True
-    while time_left:
-        began = monotonic()
-        progress = min(elapsed() / TIME_BUDGET, 1.0)
-        set_schedules(optimizer, progress, step)
-        loss, epoch = train_step(model, optimizer, batches, micro_batches)
-        step += 1
-        unread.append((step, read_later(loss), lr_factor(progress), epoch))
-        if len(unread) > late:
-            log_oldest()
-        # On a GPU this step is still running, so that two must fit: this one and the next.
-        needed = (1 + late) * (monotonic() - began)
-        # 0: no batch came from make_dataloader; evaluate_bpb will say so.
-        time_left = 0 < elapsed() <= TIME_BUDGET - needed
-    while unread:
-        log_oldest()
+    batch = next(batches)
+    count = 1  # steps until the loss is read, which waits for the device: those of a second
+    while count > 0:
+        began = elapsed()
+        total = 0.0
+        for _ in range(count):
+            progress = min(elapsed() / TIME_BUDGET, 1.0)
+            set_schedules(optimizer, progress, step)
+            loss, batch = train_step(model, optimizer, batch, batches, micro_batches)
+            total = total + loss
+            step += 1
+        mean = float(total) / count
+        seconds = (elapsed() - began) / count  # per step
+        lr = f"x{lr_factor(progress):.2f}"
+        speed = f"{tokens_per_second(step * TOTAL_BATCH_SIZE):.0f}"
+        log_step(step, mean, lr=lr, tokens_per_second=speed, epoch=batch[2])
+        count = 0
+        if seconds > 0:  # or no batch came from make_dataloader, as evaluate_bpb will say
+            count = min(math.ceil(1 / seconds), int((TIME_BUDGET - elapsed()) / seconds))
     return step
 
 
@@ -604,17 +510,7 @@ def train(model, optimizer, batches, micro_batches, flops_per_token):
 
 # ---- Attention back-ends ----
 # Each is a function attend(q, k, v, window) on [B, T, H, D], in which query i sees the keys j with
-# 0 <= i - j <= window.
-def reference_attention(q, k, v, window):
-    """The definition, in fp32: the back-ends are probed and tested against it."""
-    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
-    position = torch.arange(q.shape[2], device=q.device)
-    distance = position[:, None] - position
-    hidden = (distance < 0) | (distance > window)
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
-
-
+# 0 <= i - j <= window; k and v may have fewer heads, each for a group of those of q.
 def load_fa3():
     """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper alone. Later runs load it
     from the folder of the first, without the hub: a version is a branch there, which moves."""
@@ -657,94 +553,89 @@ def load_varlen():
     from torch.nn.attention.varlen import varlen_attn
 
     def attend(q, k, v, window):
-        B, T, H, D = q.shape
+        B, T = q.shape[:2]
         ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
-        q, k, v = (x.reshape(B * T, H, D) for x in (q, k, v))
-        out = varlen_attn(q, k, v, ends, ends, T, T, window_size=window_size(window, T))
-        return out.view(B, T, H, D)
+        size = window_size(window, T)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out = varlen_attn(q, k, v, ends, ends, T, T, window_size=size, enable_gqa=True)
+        return out.unflatten(0, (B, T))
 
     return attend
 
 
-def by_blocks(q, k, v, window, size):
-    """Cuts q [B, T, H, D] into N blocks of at most `size` positions, q [B, N, H, S, D]. Beside each
-    stand the K keys that its window reaches, k and v [B, N, H, K, D], and what a query must not
-    see, hidden [N, 1, S, K]. One block if the window reaches most of the row anyway."""
+def attend_blocks(q, k, v, window):
+    """Plain products and a softmax, a block of queries at a time with the keys that their window
+    reaches: on a CPU, compiled and with a short window, two to four times as fast as sdpa."""
     T = q.shape[1]
-    size = largest_divisor(T, size)
+    size = largest_divisor(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)  # blocks
-    if (before + 1) * size >= T:
+    if (before + 1) * size >= T:  # one block: the window reaches most of the row
         size = T
         before = 0
+    group = q.shape[2] // k.shape[2]
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     q, k, v = (x.unflatten(1, (-1, size)).transpose(2, 3) for x in (q, k, v))
 
-    def with_blocks_before(x):
+    def with_blocks_before(x):  # [B, N, H, K, D]
         shifted = [F.pad(x[:, :-i], (0, 0, 0, 0, 0, 0, i, 0)) for i in range(before, 0, -1)]
         return torch.cat((*shifted, x), dim=3)
 
     begin = torch.arange(0, T, size, device=q.device)[:, None, None, None]
     query = torch.arange(size, device=q.device)[:, None]  # relative to the block's begin
     key = torch.arange(-before * size, size, device=q.device)
-    hidden = (key > query) | (key < query - window) | (begin + key < 0)
-    return q, with_blocks_before(k), with_blocks_before(v), hidden
+    hidden = (key > query) | (key < query - window) | (begin + key < 0)  # [N, 1, S, K]
+    # A sum and not a mask, which is slow in compiled code.
+    bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
+    scores = q @ with_blocks_before(k).mT * q.shape[-1] ** -0.5
+    out = (scores + bias).softmax(-1) @ with_blocks_before(v)
+    return out.transpose(2, 3).flatten(1, 2)
 
 
-def load_blocks():
-    """Plain products and a softmax: on a CPU, compiled and with a short window, two to four times
-    as fast as torch's own kernel."""
-
-    def attend(q, k, v, window):
-        q, k, v, hidden = by_blocks(q, k, v, window, CPU_QUERY_BLOCK)
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        # A sum and not a mask, which is slow in compiled code.
-        bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
-        out = (scores + bias).softmax(-1) @ v
-        return out.transpose(2, 3).flatten(1, 2)
-
-    return attend
+def attend_sdpa(q, k, v, window):
+    """torch's choice of kernel, with a mask if the window is short. Works on every device."""
+    position = torch.arange(q.shape[1], device=q.device)
+    distance = position[:, None] - position
+    mask = (distance >= 0) & (distance <= window) if window < len(position) - 1 else None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = k.shape[1] < q.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
-def load_sdpa():
-    """torch's choice of kernel, in blocks if the window is short. Works on every device."""
-
-    def attend(q, k, v, window):
-        B, T = q.shape[:2]
-        if window < T - 1:
-            q, k, v, hidden = by_blocks(q, k, v, window, max(window // 2, 64))
-            visible = ~hidden.expand(B, -1, -1, -1, -1)
-            q, k, v, visible = (x.flatten(0, 1) for x in (q, k, v, visible))
-            out = F.scaled_dot_product_attention(q, k, v, visible)
-            return out.unflatten(0, (B, -1)).transpose(2, 3).flatten(1, 2)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    return attend
-
-
-BACKENDS = {"fa3": load_fa3, "varlen": load_varlen, "blocks": load_blocks, "sdpa": load_sdpa}
+BACKENDS = {
+    "fa3": load_fa3,
+    "varlen": load_varlen,
+    "blocks": lambda: attend_blocks,
+    "sdpa": lambda: attend_sdpa,
+}
 LADDER = {"cuda": ("fa3", "varlen", "sdpa"), "cpu": ("blocks", "sdpa"), "mps": ("sdpa",)}
-# Relative. Rounding to bf16 makes 0.004, a wrong window or mask over 0.1.
-ATTENTION_TOLERANCE = 0.02
+ATTENTION_TOLERANCE = 0.02  # relative; rounding to bf16 makes 0.004, a wrong window over 0.1
 
 
 def probe_attention(attend, device, dtype, config):
-    """Compares forward and backward with the reference, at the real head size and windows, since a
+    """Compares forward and backward with sdpa in fp32, at the real sizes and windows, since a
     kernel that imports may still be wrong. Raises RuntimeError."""
     if COMPILE and device.type == "cuda":
         attend = torch.compile(attend, dynamic=False)  # may fail where the kernel does not
     generator = torch.Generator().manual_seed(0)
-    shape = (1, config.sequence_len, config.n_head, config.head_dim)
+    heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
     for window in sorted(set(config.windows)):
-        q, k, v, grad = torch.randn(4, *shape, generator=generator).to(device, dtype)
+        shapes = [(1, config.sequence_len, count, config.head_dim) for count in heads]
+        tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
         results = []
-        for function in (attend, reference_attention):
-            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        for function, kind in ((attend, dtype), (attend_sdpa, torch.float32)):
+            *inputs, grad = (x.to(kind, copy=True).requires_grad_() for x in tensors)
             out = function(*inputs, window)
-            results.append((out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))))
+            results.append((out, *torch.autograd.grad(out, inputs, grad)))
         for name, got, want in zip(("forward", "dq", "dk", "dv"), *results, strict=True):
-            error = ((got.float() - want.float()).norm() / want.float().norm()).item()
+            error = ((got.float() - want).norm() / want.norm()).item()
             if not error <= ATTENTION_TOLERANCE:
                 raise RuntimeError(f"{name} is off by {error:.3f} at window {window}")
+
+
+def describe(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
 def choose_attention(device, dtype, config):
@@ -759,65 +650,20 @@ def choose_attention(device, dtype, config):
             probe_attention(attend, device, dtype, config)
             return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"attention: not {name}: {reason[:160]}")
-    if ATTENTION == "auto":
-        stop("no attention works here, see above; update the driver, or set ATTENTION in train.py.")
-    return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto.")
+            print(f"attention: not {name}: {describe(error)}")
+    known = ", ".join(BACKENDS)
+    return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto, or {known}.")
 
 
 # ---- Derived values ----
-def check_knobs():
-    """Ends the run with one sentence if a knob has an impossible value."""
-    checks = (
-        (
-            "DEPTH HEAD_DIM VE_GATE_CHANNELS TOTAL_BATCH_SIZE DEVICE_BATCH_SIZE CPU_QUERY_BLOCK",
-            "a whole number above 0",
-            lambda value: isinstance(value, int) and value > 0,
-        ),
-        (
-            "KV_HEADS SHORT_WINDOW VE_EVERY",
-            "a whole number, 0 or above",
-            lambda value: isinstance(value, int) and value >= 0,
-        ),
-        ("ASPECT_RATIO MLP_RATIO ROPE_BASE EPS", "above 0", lambda value: value > 0),
-        ("WEIGHT_DECAY MOMENTUM_STEPS", "0 or above", lambda value: value >= 0),
-        (
-            "WARMUP_RATIO WARMDOWN_RATIO FINAL_LR_FRAC",
-            "a share, from 0 to 1",
-            lambda value: 0 <= value <= 1,
-        ),
-    )
-    for names, wanted, is_good in checks:
-        for name in names.split():
-            value = globals()[name]
-            require(is_good(value), f"{name} = {value}; it must be {wanted}.")
-    require(HEAD_DIM % 2 == 0, f"HEAD_DIM = {HEAD_DIM}; the rotation needs an even number.")
-    require(
-        ATTENTION == "auto" or ATTENTION in BACKENDS,
-        f"ATTENTION = {ATTENTION!r}; choose auto or one of {', '.join(BACKENDS)}.",
-    )
-    accumulation_steps(DEVICE_BATCH_SIZE)  # ends the run if the batch sizes do not divide
-
-
 def derive_config(vocab_size):
     n_head = math.ceil(DEPTH * ASPECT_RATIO / HEAD_DIM)
     width = n_head * HEAD_DIM
     if width != DEPTH * ASPECT_RATIO:
         print(f"width: DEPTH * ASPECT_RATIO = {DEPTH * ASPECT_RATIO} is rounded up to {width}")
     n_kv_head = KV_HEADS or n_head
-    require(
-        n_head % n_kv_head == 0,
-        f"KV_HEADS = {KV_HEADS} does not divide the {n_head} heads; choose a divisor.",
-    )
-    require(
-        VE_EVERY == 0 or width >= VE_GATE_CHANNELS,
-        f"VE_GATE_CHANNELS = {VE_GATE_CHANNELS} is more than the width, {width}; lower it.",
-    )
-    require(
-        WINDOW_PATTERN and set(WINDOW_PATTERN) <= set("SL"),
-        f"WINDOW_PATTERN = {WINDOW_PATTERN!r}; it is made of the letters S and L.",
-    )
+    if n_head % n_kv_head:
+        stop(f"KV_HEADS = {KV_HEADS} does not divide the {n_head} heads; choose a divisor.")
     pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
     short = SHORT_WINDOW or MAX_SEQ_LEN
     windows = tuple(short if letter == "S" else MAX_SEQ_LEN for letter in pattern)
@@ -836,60 +682,49 @@ def derive_config(vocab_size):
 def accumulation_steps(rows):
     """Micro-batches of `rows` rows per step."""
     tokens = rows * MAX_SEQ_LEN
-    require(
-        TOTAL_BATCH_SIZE % tokens == 0,
-        f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * "
-        f"MAX_SEQ_LEN = {rows} * {MAX_SEQ_LEN} = {tokens}; change one of the first two.",
-    )
+    if TOTAL_BATCH_SIZE % tokens:
+        stop(
+            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * "
+            f"MAX_SEQ_LEN = {rows} * {MAX_SEQ_LEN} = {tokens}; change one of the first two."
+        )
     return TOTAL_BATCH_SIZE // tokens
 
 
 def choose_dtype(device):
-    """(dtype of activations and embeddings, why): bf16 where the device has it in hardware."""
+    """Of activations and embeddings: bf16 where the device has it in hardware."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        dtype = torch.bfloat16 if major >= 8 else torch.float32  # before Ampere it is emulated
-        return dtype, f"compute capability {major}.{minor}"
-    if device.type == "mps":
-        return torch.float32, "not every Apple chip has bfloat16"
-    capabilities = torch.cpu.get_capabilities()
-    found = [name for name in ("avx512_bf16", "amx_bf16") if capabilities.get(name)]
-    if found:
-        return torch.bfloat16, ", ".join(found)
-    return torch.float32, "neither AVX512-BF16 nor AMX"
+        has_it = torch.cuda.get_device_capability() >= (8, 0)  # before Ampere it is emulated
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        has_it = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if has_it else torch.float32
 
 
 # ---- Warm-up ----
-def rehearse(model, dtype, rows, compiler):
+def rehearse(model, compiled_model, optimizer, rows):
     """Runs, on random tokens, all that training and evaluation will run, so that it is compiled and
-    known to fit; then resets model and optimizer. Returns (compiled model, optimizer)."""
-    device = model.lm_head.weight.device
-    initialise(model, dtype, SEED)
-    # Muon's update is mostly matrix products: on a CPU compiling it takes 17 s, for 3 % of a step.
-    muon_compiler = compiler if device.type == "cuda" else uncompiled
-    optimizer = MuonAdamW(parameter_groups(model), dtype, muon_compiler)
-    set_schedules(optimizer, 0.0, 0)
-    compiled_model = compiler(model)
+    known to fit."""
 
     def random_batches():
+        shape = (2, rows, MAX_SEQ_LEN)
         while True:
-            shape = (2, rows, MAX_SEQ_LEN)
+            device = model.lm_head.weight.device
             inputs, targets = torch.randint(model.config.vocab_size, shape, device=device)
             yield inputs, targets, 0
 
+    model.train()  # a try that failed in evaluation left it there
+    set_schedules(optimizer, 0.0, 0)
     batches = random_batches()
+    batch = next(batches)
     # Only the second step meets what all later ones meet. Of many micro-batches two will do: the
     # first makes the gradients, the second adds to them.
     for _ in range(2):
-        train_step(compiled_model, optimizer, batches, min(accumulation_steps(rows), 2))
+        count = min(accumulation_steps(rows), 2)
+        _, batch = train_step(compiled_model, optimizer, batch, batches, count)
     model.eval()
     with torch.no_grad():
-        inputs, _, _ = next(batches)
-        for_evaluation(model, compiled_model)(inputs[: eval_batch_size(rows)])
+        for_evaluation(model, compiled_model)(batch[0][: eval_batch_size(rows)])
     model.train()
-    initialise(model, dtype, SEED)
-    optimizer.reset()
-    return compiled_model, optimizer
 
 
 def for_evaluation(model, compiled_model):
@@ -898,83 +733,38 @@ def for_evaluation(model, compiled_model):
     return compiled_model if model.lm_head.weight.device.type == "cuda" else model
 
 
-MEMORY_SHARE = 0.92  # of a GPU's memory that warm-up may fill; what grows later takes the rest
-
-
-def first_rows(model):
-    """DEVICE_BATCH_SIZE, but on a GPU no more than free memory suggests: each failed try would
-    compile everything once more."""
-    rows = DEVICE_BATCH_SIZE
-    if model.lm_head.weight.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        # Activations of two bytes per layer and channel, found with benchmarks/nogpu.py --memory.
-        activations = 14 if RECOMPUTE else 22
-        row = activations * 2 * len(model.blocks) * MAX_SEQ_LEN * model.config.n_embd
-        while rows > 1 and rows * row > MEMORY_SHARE * free:
-            rows = fewer_rows(rows, "by free memory")
-    return rows
-
-
-def fewer_rows(rows, why):
-    """The largest number of rows up to half as many that divides the batch."""
-    fewer = largest_divisor(TOTAL_BATCH_SIZE // MAX_SEQ_LEN, rows // 2)
-    print(f"{why}: DEVICE_BATCH_SIZE {rows} -> {fewer}, TOTAL_BATCH_SIZE stays {TOTAL_BATCH_SIZE}")
-    return fewer
-
-
-def is_out_of_memory(error):
-    """Whether that is what it means: compilation wraps the exception, and libraries have classes
-    and words of their own."""
-    while error is not None:
-        words = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        if "out of memory" in words or "alloc_failed" in words or "allocate memory" in words:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def failed_allocations():
-    """How often the GPU's memory did not suffice; FlashAttention 3 says no more than that it
-    failed."""
+    """How often a GPU's memory did not suffice: kernels and compilers raise errors of their own."""
     return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_initialized() else 0
 
 
-def check_compiler():
-    """Ends the run if Triton, which builds a launcher for each kernel, would find no C compiler."""
-    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    found = any(shutil.which(name) for name in names)
-    require(found, "Triton needs a C compiler and there is none; install gcc, or set CC to one.")
-
-
 def warm_up(model, dtype):
-    """`rehearse` with DEVICE_BATCH_SIZE rows at a time, halved until they fit in memory; on a CPU
-    without compilation if there is no compiler. Returns (compiled model, optimizer, rows)."""
+    """Initialises the model and rehearses with DEVICE_BATCH_SIZE rows at a time, halved until they
+    fit in memory; on a CPU that cannot compile, without. Returns (compiled model, optimizer, rows),
+    as before the first step."""
+    initialise(model, dtype, SEED)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     on_gpu = model.lm_head.weight.device.type == "cuda"
-    rows = first_rows(model)
-    compiler = uncompiled
-    if COMPILE:
-        torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
-        compiler = partial(torch.compile, dynamic=False)
-    if on_gpu:
-        torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
+    compiling = COMPILE
+    rows = DEVICE_BATCH_SIZE
     while True:
+        compiled_model = model
+        update = muon_update
+        if compiling:
+            torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
+            compiled_model = torch.compile(model, dynamic=False)
+            if on_gpu:  # mostly matrix products: on a CPU 17 s of compiling save 3 % of a step
+                update = torch.compile(muon_update, dynamic=False)
         failed = failed_allocations()
         try:
-            compiled_model, optimizer = rehearse(model, dtype, rows, compiler)
+            rehearse(model, compiled_model, MuonAdamW(parameter_groups(model), dtype, update), rows)
             break
         except Exception as error:
-            if is_out_of_memory(error) or failed_allocations() > failed:
-                if rows == 1:
-                    stop("out of memory with one row; lower DEPTH or ASPECT_RATIO.", 5)
-                rows = fewer_rows(rows, "out of memory")
-            elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
-                reason = why_not_compiled(error)
-                if on_gpu:  # a run that is not compiled belongs in another table
-                    stop(f"torch.compile failed: {reason}; set COMPILE = False to see where.")
-                print(f"continuing without compilation, which is slower: {reason}")
-                compiler = uncompiled
+            if isinstance(error, torch.OutOfMemoryError) or failed_allocations() > failed:
+                rows = fewer_rows(rows)
+            elif compiling and not on_gpu:
+                print(f"continuing without compilation, which is slower: {describe(error)}")
+                compiling = False
             else:
                 raise
         # Before the next try, out here, where the exception no longer holds any tensors:
@@ -982,29 +772,29 @@ def warm_up(model, dtype):
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
-    if on_gpu:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    return compiled_model, optimizer, rows
+    model.load_state_dict(initial)
+    gc.collect()
+    gc.disable()  # a walk through all that exists by now may take half a second
+    return compiled_model, MuonAdamW(parameter_groups(model), dtype, update), rows
 
 
-def why_not_compiled(error):
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.endswith("raised:")]
-    return lines[0][:160] if lines else type(error).__name__
+def fewer_rows(rows):
+    """The largest number of rows up to half as many that divides the batch."""
+    if rows == 1:
+        stop("out of memory with one row; lower DEPTH or ASPECT_RATIO.", 5)
+    fewer = largest_divisor(TOTAL_BATCH_SIZE // MAX_SEQ_LEN, rows // 2)
+    print(f"out of memory: DEVICE_BATCH_SIZE {rows} -> {fewer}; a step stays {TOTAL_BATCH_SIZE}")
+    return fewer
 
 
 # ---- Main ----
 def run():
     device = start()
-    check_knobs()
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
     tokenizer = Tokenizer.from_directory()
     config = derive_config(tokenizer.get_vocab_size())
-    dtype, why = choose_dtype(device)
-    print(f"precision: {str(dtype).removeprefix('torch.')} ({why}), torch {torch.__version__}")
-    if COMPILE and device.type == "cuda":
-        check_compiler()
+    dtype = choose_dtype(device)
     backend, attend = choose_attention(device, dtype, config)
 
     with device:
@@ -1013,22 +803,18 @@ def run():
     flops_per_token = model.flops_per_token()
     print(
         f"model: depth {DEPTH}, width {config.n_embd}, {config.n_head} heads of {HEAD_DIM}, "
-        f"windows {config.windows}, attention {backend}, {num_params / 1e6:.1f} M parameters, "
-        f"{flops_per_token:.2e} FLOPs per token"
+        f"windows {config.windows}, {num_params / 1e6:.1f} M parameters, {flops_per_token:.2e} "
+        f"FLOPs per token, {dtype}, attention {backend}, torch {torch.__version__}"
     )
     if COMPILE:
-        print(
-            "warming up: compiling takes 1 to 2 minutes after a change, otherwise about 10 s",
-            flush=True,
-        )
+        print("warming up: after a change compiling takes 1 to 2 minutes, else 10 s", flush=True)
     compiled_model, optimizer, rows = warm_up(model, dtype)
     micro_batches = accumulation_steps(rows)
-    print(
-        f"training: steps of {micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens", flush=True
-    )
+    step = f"{micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens"
+    print(f"training: steps of {step}", flush=True)
 
     batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
-    steps = train(compiled_model, optimizer, batches, micro_batches, flops_per_token)
+    steps = train(compiled_model, optimizer, batches, micro_batches)
     tokens = steps * TOTAL_BATCH_SIZE
     evaluate_bpb(
         for_evaluation(model, compiled_model),
@@ -1049,10 +835,8 @@ def main():
         stop("train.py takes no arguments; its knobs are at the top of the file.")
     try:
         run()
-    except Exception as error:
-        if is_out_of_memory(error):
-            stop("out of memory; lower DEVICE_BATCH_SIZE, DEPTH or ASPECT_RATIO.", 5)
-        raise
+    except torch.OutOfMemoryError:
+        stop("out of memory; lower DEVICE_BATCH_SIZE, DEPTH or ASPECT_RATIO.", 5)
 
 
 if __name__ == "__main__":

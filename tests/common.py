@@ -1,4 +1,4 @@
-"""What several test files need: the environment of the suite, made-up corpora, real runs of both scripts."""
+"""What several test files need: the environment of the suite, made-up corpora, real runs."""
 
 import json
 import os

@@ -9,13 +9,6 @@ import torch
 import torch.nn.functional as F
 
 
-def test_an_untrained_model_is_uniform():
-    config = tiny()
-    model = build(config, scramble=False)
-    loss = model(tokens(config), tokens(config, seed=1)).item()
-    assert abs(loss - math.log(61)) < 0.01
-
-
 def test_the_loss_is_the_cross_entropy_of_the_logits():
     """By torch and by hand: minus the log of what softmax gives the target, on average."""
     config = tiny()

@@ -1,7 +1,5 @@
 """Parameter groups, AdamW and Muon, each beside a naive twin or torch's own."""
 
-import itertools
-
 import train
 from tests.tiny import (
     build,
@@ -65,11 +63,11 @@ def test_each_row_has_the_values_of_its_knobs(monkeypatch):
 
 
 class GainedMLP(train.MLP):
-    """With a parameter of the experimenter's own, a vector, and a bias."""
+    """With a parameter of the experimenter's own, a number, and a bias."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.gain = torch.nn.Parameter(torch.ones(config.n_embd))
+        self.gain = torch.nn.Parameter(torch.ones(()))
         self.down = train.Linear(self.down.in_features, config.n_embd, bias=True)
         torch.nn.init.zeros_(self.down.weight)
         torch.nn.init.zeros_(self.down.bias)
@@ -86,8 +84,6 @@ def test_vectors_in_the_blocks_are_trained_by_adamw():
     assert len(rows) == 1
     assert rows[0]["params"] == vectors
     assert rows[0]["kind"] == "adamw"
-    assert rows[0]["peak_lr"] == train.SCALAR_LR
-    assert rows[0]["betas"] == train.ADAM_BETAS
     assert rows[0]["peak_decay"] == 0
     before = snapshot(model)
     losses = take_steps(model, 16)
@@ -95,14 +91,6 @@ def test_vectors_in_the_blocks_are_trained_by_adamw():
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
         assert not torch.equal(before[name], parameter), name
-
-
-@pytest.mark.parametrize("shape", [(), (3,)])
-def test_vectors_in_the_blocks_go_to_adamw(shape):
-    model = build(tiny())
-    model.blocks[0].extra = torch.nn.Parameter(torch.zeros(shape))
-    kinds = {p: group["kind"] for group in train.parameter_groups(model) for p in group["params"]}
-    assert kinds[model.blocks[0].extra] == "adamw"
 
 
 def test_a_bias_of_lm_head_goes_with_its_weight():
@@ -135,25 +123,18 @@ def three_dimensions(model):
 
 
 def several(model):
-    model.zeta = torch.nn.Parameter(torch.zeros(3, 3))
-    return in_two_rows(model) + ["zeta"] + in_no_row(model)
+    return in_no_row(model) + in_two_rows(model)
 
 
-@pytest.mark.parametrize(
-    "change", [in_no_row, in_two_rows, twice_in_one_row, three_dimensions, several]
-)
+@pytest.mark.parametrize("change", [twice_in_one_row, three_dimensions, several])
 def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys, change):
     model = build(tiny())
     names = change(model)
     with pytest.raises(SystemExit) as stop:
         train.parameter_groups(model)
     assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: not in exactly one row of parameter_groups: ")
-    assert error.endswith("; fix the rows.\n")
-    assert error.count("\n") == 1
-    named = error.removeprefix("error: not in exactly one row of parameter_groups: ")
-    assert sorted(named.partition(";")[0].split(", ")) == sorted(names)
+    expected = f"not in exactly one row of parameter_groups: {', '.join(names)}; fix the rows."
+    assert capsys.readouterr().err == f"error: {expected}\n"
 
 
 # ---- AdamW ----
@@ -172,28 +153,14 @@ def give_gradients(params, twins):
         twin.grad = p.grad.clone()
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_adamw_is_torchs(decay):
+@pytest.mark.parametrize("eps", [1e-10, 0.5])
+def test_adamw_is_torchs(eps):
+    """With a decay that falls to zero, by way of set_schedules, as in a run."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
     twins = twins_of(params)
-    ours = train.MuonAdamW([adamw_row(params)], torch.float32)
-    theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=decay)
-    ours.param_groups[0] |= {"lr": 0.1, "weight_decay": decay}
-    for _ in range(10):
-        give_gradients(params, twins)
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(params, twins)
-
-
-def test_a_decay_in_an_adamw_row_falls_to_zero_and_is_torchs():
-    """By way of set_schedules, as in a run."""
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(5, 3))]
-    twins = twins_of(params)
-    ours = train.MuonAdamW([adamw_row(params, decay=0.4)], torch.float32)
-    theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=1e-10)
+    ours = train.MuonAdamW([adamw_row(params, decay=0.4) | {"eps": eps}], torch.float32)
+    theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=eps)
     for step, progress in enumerate((0.0, 0.25, 0.5, 1.0)):
         train.set_schedules(ours, progress, step)
         theirs.param_groups[0]["lr"] = 0.1 * train.lr_factor(progress)
@@ -202,15 +169,6 @@ def test_a_decay_in_an_adamw_row_falls_to_zero_and_is_torchs():
         ours.step()
         theirs.step()
     torch.testing.assert_close(params, twins)
-
-
-def test_eps_of_the_row_guards_adamws_division():
-    params = [torch.nn.Parameter(torch.ones(3))]
-    optimizer = train.MuonAdamW([adamw_row(params) | {"eps": 0.5}], torch.float32)
-    optimizer.param_groups[0] |= {"lr": 0.1, "weight_decay": 0.0}
-    params[0].grad = torch.tensor([0.0, 0.5, -1.5])
-    optimizer.step()  # the first step: lr * g / (|g| + eps)
-    torch.testing.assert_close(params[0].data, torch.tensor([1.0, 0.95, 1.075]))
 
 
 def test_adamw_on_the_matrices_takes_one_word_per_row(monkeypatch):
@@ -256,13 +214,9 @@ def test_orthogonalisation_ignores_scale_and_follows_transposition(scale, seed):
     torch.testing.assert_close(scaled, x, rtol=1e-3, atol=1e-3)
     transposed = train.orthogonalise(g.mT, torch.float32)
     torch.testing.assert_close(transposed, x.mT, rtol=1e-3, atol=1e-3)
-
-
-def test_orthogonalisation_works_in_the_precision_that_it_is_given():
-    g = torch.randn(3, 6, 10)
-    assert train.orthogonalise(g, torch.bfloat16).dtype == torch.bfloat16
-    close = train.orthogonalise(g, torch.bfloat16).float()
-    torch.testing.assert_close(close, train.orthogonalise(g, torch.float32), rtol=0, atol=0.1)
+    low = train.orthogonalise(g, torch.bfloat16)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), x, rtol=0, atol=0.1)
 
 
 def one_muon(p, grad, velocity, square, lr, momentum, beta2, decay):
@@ -301,18 +255,6 @@ def test_stacked_muon_is_muon_one_matrix_at_a_time(shape, beta2):
     torch.testing.assert_close([p.detach() for p in params], twins, rtol=1e-4, atol=1e-5)
 
 
-def test_a_matrix_without_a_gradient_stays():
-    """All zero, as those behind a matrix that begins at zero: nothing is divided by it."""
-    p = torch.nn.Parameter(torch.randn(4, 6))
-    before = p.detach().clone()
-    row = {"kind": "muon", "params": [p], "peak_lr": 0.1, "betas": (0.9, 0.9)}
-    optimizer = train.MuonAdamW([row | {"peak_decay": 0.0, "eps": 1e-10}], torch.float32)
-    optimizer.param_groups[0] |= {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
-    p.grad = torch.zeros(4, 6)
-    optimizer.step()
-    assert torch.equal(p, before)
-
-
 # ---- Both ----
 def test_a_step_clears_the_gradients():
     model = build(tiny())
@@ -324,49 +266,21 @@ def test_a_step_clears_the_gradients():
     assert steps_taken(optimizer) == 1
 
 
-def test_the_compiler_is_applied_to_muons_update_and_nothing_recompiles():
-    """What changes from step to step comes as 0-D tensors, all else stays as it was."""
-    calls = {}
+def test_muons_update_always_gets_arguments_of_one_form():
+    """What changes from step to step comes as 0-D tensors, so that nothing recompiles."""
+    forms = set()
 
-    def compiler(function):
-        def compiled(*arguments):
-            fixed = [x for x in arguments if not isinstance(x, torch.Tensor)]
-            shapes = [x.shape for x in arguments if isinstance(x, torch.Tensor)]
-            seen = calls.setdefault(function.__name__, set())
-            seen.add(str((fixed, shapes)))
-            return function(*arguments)
-
-        return compiled
+    def update(*arguments):
+        forms.add(str([getattr(x, "shape", x) for x in arguments]))
+        return train.muon_update(*arguments)
 
     model = build(tiny())
-    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32, compiler)
-    forms = []
+    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32, update)
     for step in range(3):
         train.set_schedules(optimizer, 0.3 * step, step)
         model(tokens(model.config), tokens(model.config, seed=1)).backward()
         optimizer.step()
-        forms.append({name: set(seen) for name, seen in calls.items()})
-    assert forms[0].keys() == {"muon_update"}
-    assert all(later == earlier for earlier, later in itertools.pairwise(forms))
-
-
-def test_reset_forgets_everything():
-    model = build(tiny(), scramble=False)
-    start = snapshot(model)
-    optimizer = build_optimizer(model)
-    ends = []
-    for _ in range(2):
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(start[name])
-        optimizer.reset()
-        for step in range(3):
-            train.set_schedules(optimizer, 0.2, step)
-            model(tokens(model.config, seed=step), tokens(model.config, seed=step + 1)).backward()
-            optimizer.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert not torch.equal(ends[0], torch.cat([p.flatten() for p in start.values()]))
-    assert torch.equal(*ends)
+    assert len(forms) == len([g for g in optimizer.param_groups if g["kind"] == "muon"])
 
 
 def test_decay_of_a_table_in_bf16_is_not_rounded_away():
@@ -383,22 +297,6 @@ def test_decay_of_a_table_in_bf16_is_not_rounded_away():
             optimizer.step()
         ends.append(p.float().norm().item())
     assert ends[1] == pytest.approx(ends[0], rel=0.02)
-
-
-@pytest.mark.parametrize(("kind", "words"), [("muon", "matrices of one shape"), ("sgd", "neither")])
-def test_a_row_of_the_wrong_kind_gets_a_sentence(monkeypatch, capsys, kind, words):
-    """As where an agent edits a row: here that of the stream's weights."""
-    model = build(tiny())
-    rows = train.zip if hasattr(train, "zip") else zip
-
-    def edited(columns, row, strict):
-        changed = [kind, *row[1:]] if row[2] == train.RESID_LR else row
-        return rows(columns, changed, strict=strict)
-
-    monkeypatch.setattr(train, "zip", edited, raising=False)
-    with pytest.raises(SystemExit) as stop:
-        train.parameter_groups(model)
-    assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])

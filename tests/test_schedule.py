@@ -10,13 +10,6 @@ from hypothesis import strategies as st
 SHARE = st.floats(0, 1)
 
 
-@given(SHARE, SHARE, SHARE, SHARE)
-def test_learning_rates_stay_between_zero_and_peak(warm_up, warm_down, final, progress):
-    with pytest.MonkeyPatch.context() as patch:
-        set_knobs(patch, WARMUP_RATIO=warm_up, WARMDOWN_RATIO=warm_down, FINAL_LR_FRAC=final)
-        assert 0 <= train.lr_factor(progress) <= 1
-
-
 @given(st.floats(0.01, 1), st.floats(0.01, 1), SHARE)
 def test_learning_rates_rise_stay_and_fall(warm_up, warm_down, final):
     """Without a jump, also where both ramps overlap: no two points at a distance of 1 / 1000 differ
@@ -34,6 +27,7 @@ def test_learning_rates_rise_stay_and_fall(warm_up, warm_down, final):
         if i / 1000 >= warm_up:
             assert change <= 0
     assert factors[0] == 0
+    assert max(factors) <= 1
     assert factors[-1] == pytest.approx(final)
 
 
@@ -47,11 +41,8 @@ def test_learning_rates_at_their_ends(monkeypatch):
     set_knobs(monkeypatch, WARMUP_RATIO=0.2, WARMDOWN_RATIO=0.4, FINAL_LR_FRAC=0.1)
     expected = [0, 0.5, 1, 1, 0.55, 0.1]
     assert factors_at(0, 0.1, 0.2, 0.6, 0.8, 1) == pytest.approx(expected)
-
-
-def test_ramps_that_overlap_multiply(monkeypatch):
     set_knobs(monkeypatch, WARMUP_RATIO=0.75, WARMDOWN_RATIO=0.5, FINAL_LR_FRAC=0)
-    expected = [0, 1 / 3, 2 / 3, 4 / 5 * 4 / 5, 1 / 2, 0]
+    expected = [0, 1 / 3, 2 / 3, 4 / 5 * 4 / 5, 1 / 2, 0]  # ramps that overlap multiply
     assert factors_at(0, 0.25, 0.5, 0.6, 0.75, 1) == pytest.approx(expected)
 
 
@@ -71,11 +62,8 @@ def test_the_momentum_rises_to_the_first_of_the_betas(monkeypatch):
     assert train.muon_momentum(10**6, 0.95) == pytest.approx(0.95)
     set_knobs(monkeypatch, MOMENTUM_START=0.5, MOMENTUM_STEPS=10)
     assert [train.muon_momentum(step, 0.7) for step in (0, 5, 10, 11)] == [0.5, 0.6, 0.7, 0.7]
-
-
-def test_without_a_rise_the_momentum_is_at_its_peak_at_once(monkeypatch):
     set_knobs(monkeypatch, MOMENTUM_STEPS=0)
-    assert [train.muon_momentum(step, 0.95) for step in (0, 1)] == pytest.approx([0.95, 0.95])
+    assert train.muon_momentum(0, 0.95) == pytest.approx(0.95)
 
 
 def test_each_group_follows_its_own_row(monkeypatch):
@@ -96,14 +84,3 @@ def test_each_group_follows_its_own_row(monkeypatch):
             risen = min(step / 300, 1)
             assert group["momentum"] == pytest.approx(0.85 + risen * (0.9 - 0.85))
             assert group["betas"][1] == 0.7
-
-
-def test_the_decay_of_a_row_that_is_edited_falls_too():
-    optimizer = build_optimizer(build(tiny()))
-    row = optimizer.param_groups[0]
-    row["peak_decay"] = 0.8
-    decays = []
-    for progress in (0.0, 0.25, 1.0):
-        train.set_schedules(optimizer, progress, 0)
-        decays.append(row["weight_decay"])
-    assert decays == [0.8, 0.8 * 0.75, 0]

@@ -1,5 +1,7 @@
 """A model small enough for a test, its tokens, its optimizer and a few steps of both."""
 
+import itertools
+
 import train
 
 import torch
@@ -24,9 +26,9 @@ def set_knobs(monkeypatch, **knobs):
         monkeypatch.setattr(train, name, value)
 
 
-def build(config, seed=1, attend=None, scramble=True):
+def build(config, seed=1, attend=train.attend_sdpa, scramble=True):
     """A model in fp32; with `scramble` no weight is left at zero, so that every path matters."""
-    model = train.GPT(config, attend or train.load_sdpa())
+    model = train.GPT(config, attend)
     train.initialise(model, torch.float32, seed)
     if scramble:
         torch.manual_seed(seed)
@@ -51,11 +53,11 @@ def take_steps(model, count):
     """The losses of a whole run of `count` steps, all on the same batch."""
     optimizer = build_optimizer(model)
     x = tokens(model.config)
+    batch = (x[:, :-1], x[:, 1:], 1)
     losses = []
     for step in range(count):
         train.set_schedules(optimizer, step / count, step)
-        batches = iter([(x[:, :-1], x[:, 1:], 1)])
-        loss, _ = train.train_step(model, optimizer, batches, 1)
+        loss, _ = train.train_step(model, optimizer, batch, itertools.repeat(batch), 1)
         losses.append(loss.item())
     return losses
 
@@ -67,11 +69,7 @@ def snapshot(model):
 def record_inputs(module):
     """A list to which each call of the module adds its first input."""
     seen = []
-
-    def hook(module, inputs):
-        seen.append(inputs[0])
-
-    module.register_forward_pre_hook(hook)
+    module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     return seen
 
 
