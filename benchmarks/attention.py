@@ -1,6 +1,6 @@
 """
 Every attention back-end that loads here, forward and backward: milliseconds, and the error beside
-train.py's own definition in fp32.
+sdpa in fp32.
 
     uv run benchmarks/attention.py                       # the shapes of this machine's profile
     uv run benchmarks/attention.py --rows 64 --tokens 2048 --heads 4 --head-dim 128 \
@@ -42,7 +42,7 @@ def forward_and_backward(attention, q, k, v, grad, window):
 
 def largest_error(attention, tensors, window):
     results = forward_and_backward(attention, *tensors, window)
-    wanted = forward_and_backward(train.reference_attention, *tensors, window)
+    wanted = forward_and_backward(train.attend_sdpa, *(x.float() for x in tensors), window)
     errors = []
     for got, want in zip(results, wanted, strict=True):
         difference = got.float() - want.float()
@@ -98,7 +98,7 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     device = prepare.DEVICE
-    dtype, _ = train.choose_dtype(device)
+    dtype = train.choose_dtype(device)
     print(
         f"{prepare.DEVICE_NAME}, {str(dtype).removeprefix('torch.')}, "
         f"{args.rows} rows of {args.tokens} tokens, {args.heads} heads of {args.head_dim}, "

@@ -28,7 +28,7 @@ def measure(args):
     import torch
 
     device = prepare.DEVICE
-    dtype, _ = train.choose_dtype(device)
+    dtype = train.choose_dtype(device)
     if device.type == "cpu" and args.profile == "full":
         train.DEPTH = 1
         train.ASPECT_RATIO = 32

@@ -95,7 +95,7 @@ def train_on(model, batches, leak):
     model.train()
     for step, batch in enumerate(batches):
         train.set_schedules(optimizer, step / len(batches), step)
-        train.train_step(model, optimizer, iter([batch]), 1)
+        train.train_step(model, optimizer, batch, itertools.repeat(batch), 1)
     return model.eval()
 
 

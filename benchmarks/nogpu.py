@@ -30,7 +30,6 @@ import tempfile
 import types
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +38,7 @@ from benchmarks.common import ROOT, print_header, print_row
 
 GIB = 2**30
 MEMORIES = (8, 12, 16, 24, 32, 80)  # GB of the cards for which rows are predicted
-SPARE = 0.08  # share of a card's memory that is left free, as train.warm_up does
+SPARE = 0.08  # share of a card's memory that workspaces and gaps between blocks take
 CONTEXT = 0.6 * GIB  # of the driver and the libraries
 
 
@@ -428,9 +427,9 @@ def to_card(model):
 def examine(args):
     """What is known of one card: a dictionary of plain values. To be called once per process."""
     os.environ["AUTORESEARCH_PROFILE"] = args.profile
-    scratch = tempfile.mkdtemp(prefix="nogpu-")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch
-    os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
+    scratch = tempfile.TemporaryDirectory(prefix="nogpu-", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch.name
+    os.environ["TRITON_CACHE_DIR"] = f"{scratch.name}/triton"
     import torch
     import torch._functorch.config
     from torch._dynamo.utils import counters
@@ -454,7 +453,7 @@ def examine(args):
     sys.modules["kernels"] = hub
     config = train.derive_config(prepare.VOCAB_SIZE)
     device = torch.device("cuda")
-    dtype, _ = train.choose_dtype(device)
+    dtype = train.choose_dtype(device)
     for rung in [args.rung] if args.rung else train.LADDER["cuda"]:
         with contextlib.suppress(RuntimeError):  # a rung that this card does not have
             attend = train.BACKENDS[rung]()
@@ -464,13 +463,13 @@ def examine(args):
     model = train.GPT(config, attend)
     train.initialise(model, dtype, 0)
     rows = args.rows or 8
-    compiler = partial(torch.compile, dynamic=False)
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         to_card(model)
-        optimizer = train.MuonAdamW(train.parameter_groups(model), dtype, compiler)
+        update = torch.compile(train.muon_update, dynamic=False)
+        optimizer = train.MuonAdamW(train.parameter_groups(model), dtype, update)
         train.set_schedules(optimizer, 0.0, 0)
-        compiled_model = compiler(model)
+        compiled_model = torch.compile(model, dynamic=False)
 
         def random_batches():
             while True:
@@ -479,7 +478,8 @@ def examine(args):
                 yield inputs, targets, 0
 
         batches = random_batches()
-        train.train_step(compiled_model, optimizer, batches, 2)  # compiles
+        batch = next(batches)
+        _, batch = train.train_step(compiled_model, optimizer, batch, batches, 2)  # compiles
         for kernel in kernels:
             kernel.launches = 0
             kernel.moved = 0
@@ -491,14 +491,13 @@ def examine(args):
                     meter.see(tensor)
         base = meter.now
         with meter.mode:
-            train.train_step(compiled_model, optimizer, batches, 2)
+            _, (inputs, _, _) = train.train_step(compiled_model, optimizer, batch, batches, 2)
         launches = sum(kernel.launches for kernel in kernels)
         moved_by_kernels = sum(kernel.moved for kernel in kernels)
         moved_besides = meter.moved
         products = meter.products
         training_peak = meter.peak
         model.eval()
-        inputs, _, _ = next(batches)
         with torch.no_grad():
             compiled_model(inputs[: prepare.EVAL_BATCH])
             meter.peak = meter.now

@@ -69,8 +69,7 @@ def edits_of(levers):
     """What no knob of train.py does, as edits of its text."""
     edits = {}
     if "bf16" not in levers:
-        chosen = 'dtype, why = torch.float32, "chosen by the benchmark"'
-        edits["dtype, why = choose_dtype(device)"] = chosen
+        edits["dtype = choose_dtype(device)"] = "dtype = torch.float32"
     if "memory kept" not in levers:
         first = "def run():\n"
         edits[first] = f"{first}    import prepare\n    prepare.keep_memory = lambda: None\n"
@@ -111,20 +110,20 @@ def build(levers, setting, memory_gb=None):
 
     torch.set_float32_matmul_precision("high")
     set_knobs(train, [*setting_of(levers), *setting])
-    train.check_knobs()
     if "memory kept" not in levers:
         prepare.keep_memory = lambda: None
     device = prepare.start()
     if memory_gb:
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gb / total))
-    dtype, _ = train.choose_dtype(device)
+    dtype = train.choose_dtype(device)
     if "bf16" not in levers:
         dtype = torch.float32
     config = train.derive_config(prepare.VOCAB_SIZE)
     attention, attend = train.choose_attention(device, dtype, config)
     model = train.GPT(config, attend).to(device)
     compiled_model, optimizer, rows = train.warm_up(model, dtype)
+    train.set_schedules(optimizer, 0.0, 0)
     return Subject(
         train=train,
         device=device,
@@ -392,15 +391,16 @@ def print_profile(args):
     os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
     subject = build(VARIANTS["as shipped"], args.set)
     batches = random_batches(subject)
+    batch = next(batches)
 
     def step():
         subject.train.train_step(
-            subject.compiled_model, subject.optimizer, batches, subject.micro_batches
+            subject.compiled_model, subject.optimizer, batch, batches, subject.micro_batches
         )
 
     seconds = median_seconds(step, args.steps, subject.device)
     speed = subject.train.TOTAL_BATCH_SIZE / seconds
-    dtype, _ = subject.train.choose_dtype(subject.device)
+    dtype = subject.train.choose_dtype(subject.device)
     peak = measured_peak(subject.device, dtype)
     parts = where_time_goes(subject, args.steps)
     parts["loader"] = loader_milliseconds(subject)

@@ -50,7 +50,7 @@ COLUMNS = {  # key of a record: how it is printed
 
 TIMED = {  # text of train.py: the same by steps
     "progress = min(elapsed() / TIME_BUDGET, 1.0)": "progress = step / {steps}",
-    "time_left = 0 < elapsed() <= TIME_BUDGET - needed": "time_left = step < {steps}",
+    "int((TIME_BUDGET - elapsed()) / seconds)": "{steps} - step",
 }
 LONG = 6 * 3600  # seconds, a budget that no run by steps reaches
 

@@ -13,6 +13,7 @@ are needed. benchmarks/pairs.py compares whole runs.
 
 import argparse
 import ast
+import inspect
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,11 +64,12 @@ def build(argument):
         if not hasattr(train, knob):
             raise SystemExit(f"error: train.py has no knob {knob}; a setting is KNOB=value.")
         setattr(train, knob, ast.literal_eval(value))
-    train.check_knobs()
     device = prepare.DEVICE
     if device.type == "cpu":
         prepare.keep_memory()
-    dtype, _ = train.choose_dtype(device)
+    dtype = train.choose_dtype(device)
+    if isinstance(dtype, tuple):  # an older train.py also says why
+        dtype, _ = dtype
     config = train.derive_config(prepare.VOCAB_SIZE)
     _, attend = train.choose_attention(device, dtype, config)
     model = train.GPT(config, attend).to(device)
@@ -76,8 +78,11 @@ def build(argument):
     def compiler(function):
         return torch.compile(function, dynamic=False) if train.COMPILE else function
 
-    compilers = [compiler] if device.type == "cuda" else []
-    optimizer = train.MuonAdamW(train.parameter_groups(model), dtype, *compilers)
+    extra = []
+    if device.type == "cuda":
+        takes_update = "update" in inspect.signature(train.MuonAdamW).parameters
+        extra = [compiler(train.muon_update) if takes_update else compiler]
+    optimizer = train.MuonAdamW(train.parameter_groups(model), dtype, *extra)
     train.set_schedules(optimizer, 0.0, 0)
     rows = train.DEVICE_BATCH_SIZE
     steps = train.accumulation_steps(rows)
