@@ -64,7 +64,8 @@ def build(argument):
         if not hasattr(train, knob):
             raise SystemExit(f"error: train.py has no knob {knob}; a setting is KNOB=value.")
         setattr(train, knob, ast.literal_eval(value))
-    device = prepare.DEVICE
+    is_old = hasattr(train, "check_knobs")  # commit b1815b6 and its like
+    device = prepare.training_device() if is_old else prepare.DEVICE
     if device.type == "cpu":
         prepare.keep_memory()
     dtype = train.choose_dtype(device)

@@ -36,7 +36,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 # ---- Corpora ----
 def make_texts(count, seed=0, words=120):
-    """Documents that look like English, with accents, digits and blanks that try the byte counts."""
+    """Documents that look like English; accents, digits and blanks try the byte counts."""
     rng = random.Random(1234)
     letters = "abcdefghiklmnoprstuvw"
     stems = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(60)]

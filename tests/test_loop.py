@@ -1,4 +1,4 @@
-"""train_step and train: what a step is made of, when the loss is read, and when the last step is."""
+"""train_step and train: what a step is made of, when the loss is read, which step is the last."""
 
 import itertools
 import math

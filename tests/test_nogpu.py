@@ -9,7 +9,8 @@ from tests.common import ROOT
 
 import pytest
 
-PEAK = 1_181_541_888  # bytes, of a step of 8 rows at depth 2 and width 512
+SIZES = ("DEPTH=1", "ASPECT_RATIO=256", "MLP_RATIO=1", "KV_HEADS=1")  # few shapes to compile
+PEAK = 450_607_616  # bytes, of a step of 8 rows
 
 
 @pytest.mark.compile
@@ -17,12 +18,12 @@ def test_a_step_on_a_card_that_is_not_there():
     """Without a graph break, with the memory that it had, and with arguments that torch's flash
     attention takes."""
     command = [sys.executable, "benchmarks/nogpu.py", "sm_86", "--alone", "--rung", "varlen"]
-    command += ["--memory", "8", "--set", "DEPTH=2", "ASPECT_RATIO=256"]
+    command += ["--memory", "8", "--set", *SIZES]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["errors"] == [] and found["breaks"] == 0
-    assert found["peak"] == pytest.approx(PEAK, rel=0.02)
-    assert found["launches"] > 100 and found["products"] > 20
+    assert found["peak"] == pytest.approx(PEAK, rel=0.01)
+    assert found["launches"] > 50 and found["products"] > 20
     logits = 8 * 2048 * 8192 * 2  # bytes; forward and in both products of the backward pass
     assert found["moved_besides"] > 2 * 3 * logits and found["moved_by_kernels"] > 2 * 2 * logits

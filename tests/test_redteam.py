@@ -117,7 +117,7 @@ LEARNS_LATER = """\
 AVERAGE = """\
     optimizer.step()
     for p in model.parameters():
-        p.average = p.detach().clone() if not hasattr(p, "average") else p.average.lerp(p.detach(), 0.1)
+        p.average = getattr(p, "average", p.detach()).lerp(p.detach(), 0.1)
 """
 TWICE = """\
     optimizer.step()
@@ -205,8 +205,8 @@ EDITS = {
         [
             (
                 LAYERS,
-                LAYERS
-                + "            if self.training and i == 0 and elapsed() < 1:\n                continue\n",
+                LAYERS + "            if self.training and i == 0 and elapsed() < 1:\n"
+                "                continue\n",
             )
         ],
         0,
@@ -249,7 +249,7 @@ EDITS = {
         [
             (
                 "    optimizer.step()\n",
-                "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()\n",
+                "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()\n",
             )
         ],
         0,
