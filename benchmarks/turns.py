@@ -13,7 +13,6 @@ are needed. benchmarks/pairs.py compares whole runs.
 
 import argparse
 import ast
-import inspect
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,12 +63,12 @@ def build(argument):
         if not hasattr(train, knob):
             raise SystemExit(f"error: train.py has no knob {knob}; a setting is KNOB=value.")
         setattr(train, knob, ast.literal_eval(value))
-    is_old = hasattr(train, "check_knobs")  # commit b1815b6 and its like
-    device = prepare.training_device() if is_old else prepare.DEVICE
+    # Older versions, back to commit b1815b6, have other names for some of this.
+    device = prepare.DEVICE if hasattr(prepare, "DEVICE") else prepare.training_device()
     if device.type == "cpu":
         prepare.keep_memory()
     dtype = train.choose_dtype(device)
-    if isinstance(dtype, tuple):  # an older train.py also says why
+    if isinstance(dtype, tuple):
         dtype, _ = dtype
     config = train.derive_config(prepare.VOCAB_SIZE)
     _, attend = train.choose_attention(device, dtype, config)
@@ -81,8 +80,8 @@ def build(argument):
 
     extra = []
     if device.type == "cuda":
-        takes_update = "update" in inspect.signature(train.MuonAdamW).parameters
-        extra = [compiler(train.muon_update) if takes_update else compiler]
+        is_old = hasattr(train, "uncompiled")
+        extra = [compiler if is_old else compiler(train.muon_update)]
     optimizer = train.MuonAdamW(train.parameter_groups(model), dtype, *extra)
     train.set_schedules(optimizer, 0.0, 0)
     rows = train.DEVICE_BATCH_SIZE

@@ -38,7 +38,7 @@ def section(title, text=README):
 def test_every_key_that_the_protocol_reads_is_printed():
     keys = re.findall(r"`(\w+)`", section("The keys of a run", REFERENCE))
     # Beside keys: start, train.py, audit.py, the shell, stop.
-    printed = [*keys, "run", "note", "out of memory", "by free memory", "continuing", "warning"]
+    printed = [*keys, "run", "note", "out of memory", "continuing", "warning"]
     printed += ["claim", "exit", "FAIL", "error"]
     for word in re.search(r"grep -E '\^\((.*?)\)'", PROGRAM)[1].split("|"):
         assert any(re.match(word, f"{name}: x") for name in printed), word
