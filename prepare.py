@@ -205,6 +205,12 @@ def lock(folder):
     return True
 
 
+def lock_run(folder):
+    """Keeps a second run out of a folder. Exits if one is going on."""
+    if not lock(folder):
+        stop("another run is going on in this folder; wait for it, or end it (pgrep -af train.py).")
+
+
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}; special tokens come next. `token_bytes`, int32 [V],
@@ -328,8 +334,8 @@ def start():
         stop("the cache was prepared anew while this run was starting; start it again.")
     RUNS.mkdir(parents=True, exist_ok=True)
     script = getattr(sys.modules["__main__"], "__file__", "")  # none in a notebook, python -c or -
-    if os.path.isfile(script) and not lock(os.path.dirname(os.path.abspath(script))):
-        stop("another run is going on in this folder; wait for it, or end it (pgrep -af train.py).")
+    if os.path.isfile(script):
+        lock_run(os.path.dirname(os.path.abspath(script)))
     _run.commit = current_commit()
     _run.hashes = [sha256(file) if os.path.isfile(file) else None for file in (__file__, script)]
     what = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from prepare import (  # first: its import starts the clock of total_seconds
     CACHE,
+    DEVICE_NAME,
     MAX_SEQ_LEN,
     SEED,
     TIME_BUDGET,
@@ -476,7 +477,7 @@ def tokens_per_second(tokens):
 
 def mfu_percent(flops_per_token, tokens):
     """Of the card's peak, for `tokens` so far; None where the table lacks it."""
-    peak = torch.cuda.is_available() and PEAK_TFLOPS.get(torch.cuda.get_device_name())
+    peak = PEAK_TFLOPS.get(DEVICE_NAME)
     return 100 * flops_per_token * tokens_per_second(tokens) / (peak * 1e12) if peak else None
 
 
@@ -594,9 +595,12 @@ def attend_blocks(q, k, v, window):
 
 def attend_sdpa(q, k, v, window):
     """torch's choice of kernel, with a mask if the window is short. Works on every device."""
-    position = torch.arange(q.shape[1], device=q.device)
-    distance = position[:, None] - position
-    mask = (distance >= 0) & (distance <= window) if window < len(position) - 1 else None
+    T = q.shape[1]
+    mask = None
+    if window < T - 1:
+        position = torch.arange(T, device=q.device)
+        distance = position[:, None] - position
+        mask = (distance >= 0) & (distance <= window)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = k.shape[1] < q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
@@ -705,10 +709,11 @@ def rehearse(model, compiled_model, optimizer, rows):
     """Runs, on random tokens, all that training and evaluation will run, so that it is compiled and
     known to fit."""
 
+    device = model.lm_head.weight.device
+    shape = (2, rows, MAX_SEQ_LEN)
+
     def random_batches():
-        shape = (2, rows, MAX_SEQ_LEN)
         while True:
-            device = model.lm_head.weight.device
             inputs, targets = torch.randint(model.config.vocab_size, shape, device=device)
             yield inputs, targets, 0
 
@@ -718,8 +723,8 @@ def rehearse(model, compiled_model, optimizer, rows):
     batch = next(batches)
     # Only the second step meets what all later ones meet. Of many micro-batches two will do: the
     # first makes the gradients, the second adds to them.
+    count = min(accumulation_steps(rows), 2)
     for _ in range(2):
-        count = min(accumulation_steps(rows), 2)
         _, batch = train_step(compiled_model, optimizer, batch, batches, count)
     model.eval()
     with torch.no_grad():
@@ -810,8 +815,8 @@ def run():
         print("warming up: after a change compiling takes 1 to 2 minutes, else 10 s", flush=True)
     compiled_model, optimizer, rows = warm_up(model, dtype)
     micro_batches = accumulation_steps(rows)
-    step = f"{micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens"
-    print(f"training: steps of {step}", flush=True)
+    size = f"{micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens"
+    print(f"training: steps of {size}", flush=True)
 
     batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
     steps = train(compiled_model, optimizer, batches, micro_batches)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import prepare
-from tests.common import ROOT, run_script
+from tests.common import LITTLE, ROOT, run_script
 from tools import rerun
 
 import pytest
@@ -105,20 +105,11 @@ def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, ca
     assert not list(night.parent.glob("autoresearch-rerun-*"))
 
 
-# Little more than a train.py of the well-known shape.
-LITTLE = """
-import prepare, torch
-next(prepare.make_dataloader(None, 4, 64))
-size = prepare.Tokenizer.from_directory().get_vocab_size()
-prepare.evaluate_bpb(torch.nn.Embedding(size, size), None, 32)
-"""
-
-
 def test_a_rerun_gets_a_score_of_the_commit(night, cache):
     (night / "train.py").write_text(LITTLE)
     name = commit(night)
     (night / "train.py").write_text("what is not committed does not count")
-    done = run_script("tools/rerun.py", "HEAD", cwd=night)
+    done = run_script("tools/rerun.py", "HEAD", cwd=night, stdin="go on\n")
     assert done.returncode == 0, done.output
     [record] = [json.loads(path.read_text()) for path in prepare.RUNS.iterdir()]
     assert record["commit"] == name and record["seed"] == 100

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import prepare
-from tests.common import ROOT, edited, run_script, train
+from tests.common import LITTLE, ROOT, edited, run_script, train
 from tests.test_docs import REFERENCE, section
 from tests.test_report import NINE, OTHERS, parse_block
 from tests.test_rerun import commit
@@ -89,17 +89,6 @@ def elsewhere(folder):
     for path in found:
         path.chmod(0o755)
     return Elsewhere(done, untouched)
-
-
-# As train.py to the ruler. It goes on when the test says so.
-LITTLE = """
-import prepare, torch
-next(prepare.make_dataloader(None, 4, 64))
-print("begun", flush=True)
-input()
-size = prepare.Tokenizer.from_directory().get_vocab_size()
-prepare.evaluate_bpb(torch.nn.Embedding(size, size), None, 32)
-"""
 
 
 @contextlib.contextmanager

@@ -29,10 +29,7 @@ def main(commit):
     if not name:
         prepare.stop(f"{commit} is no commit of this folder; git log --oneline lists them.")
     prepare.check_cache()
-    if not prepare.lock(root):
-        prepare.stop(
-            "another run is going on in this folder; wait for it, or end it (pgrep -af train.py)."
-        )
+    prepare.lock_run(root)
     with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
         prepared = Path(clean, "cache", prepare.ROOT.name)
         for part in (f"{clean}/home", f"{clean}/tmp", prepared):
