@@ -14,8 +14,8 @@ import math
 import os
 import sys
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from prepare import (  # first: its import starts the clock of total_seconds
     CACHE,
@@ -88,28 +88,51 @@ COMPILE           = True                             # False: slower, errors poi
 # fmt: on
 
 
+# ---- Derived values ----
+def derive_config(vocab_size):
+    """The sizes of the model that follow from the knobs."""
+    n_head = math.ceil(DEPTH * ASPECT_RATIO / HEAD_DIM)
+    n_kv_head = KV_HEADS or n_head
+    width = n_head * HEAD_DIM
+    if width != DEPTH * ASPECT_RATIO:
+        print(f"width: DEPTH * ASPECT_RATIO = {DEPTH * ASPECT_RATIO} is rounded up to {width}")
+    pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
+    short = SHORT_WINDOW or MAX_SEQ_LEN
+    return SimpleNamespace(
+        vocab_size=vocab_size,
+        sequence_len=MAX_SEQ_LEN,
+        n_embd=width,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=HEAD_DIM,
+        kv_dim=n_kv_head * HEAD_DIM,
+        windows=[short if letter == "S" else MAX_SEQ_LEN for letter in pattern],  # per layer
+        value_layers=[i for i in range(DEPTH) if VE_EVERY and (DEPTH - 1 - i) % VE_EVERY == 0],
+    )
+
+
+def accumulation_steps(rows):
+    """Micro-batches of `rows` rows per step."""
+    tokens = rows * MAX_SEQ_LEN
+    if TOTAL_BATCH_SIZE % tokens:
+        stop(
+            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of {rows} rows of "
+            f"{MAX_SEQ_LEN} tokens; change it or DEVICE_BATCH_SIZE."
+        )
+    return TOTAL_BATCH_SIZE // tokens
+
+
+def choose_dtype(device):
+    """Of activations and embeddings: bf16 where the device has it in hardware."""
+    if device.type == "cuda":
+        has_it = torch.cuda.get_device_capability() >= (8, 0)  # before Ampere it is emulated
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        has_it = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if has_it else torch.float32
+
+
 # ---- Model ----
-@dataclass(frozen=True)
-class Config:
-    """Sizes that follow from the knobs and the tokenizer; derive_config makes it."""
-
-    vocab_size: int
-    sequence_len: int
-    n_head: int
-    n_kv_head: int
-    head_dim: int
-    windows: tuple  # for each layer, how many positions it looks back
-    value_layers: tuple  # the layers with a value embedding
-
-    @property
-    def n_embd(self):
-        return self.n_head * self.head_dim
-
-    @property
-    def kv_dim(self):
-        return self.n_kv_head * self.head_dim
-
-
 def norm(x):
     return F.rms_norm(x, x.shape[-1:])
 
@@ -462,8 +485,7 @@ def train_step(model, optimizer, batch, batches, micro_batches):
 # fmt: off
 PEAK_TFLOPS = {
     "NVIDIA B200": 2250, "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756,
-    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312, "NVIDIA A40": 149.7, "NVIDIA A30": 165, "NVIDIA L40S": 362,
+    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L40S": 362,
     "NVIDIA L4": 121, "NVIDIA GeForce RTX 5090": 209.5, "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 3090": 71,
 }
@@ -655,60 +677,13 @@ def choose_attention(device, dtype, config):
             return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
-    known = ", ".join(BACKENDS)
-    return stop(f"no attention works with ATTENTION = {ATTENTION!r}; set it to auto, or {known}.")
-
-
-# ---- Derived values ----
-def derive_config(vocab_size):
-    n_head = math.ceil(DEPTH * ASPECT_RATIO / HEAD_DIM)
-    width = n_head * HEAD_DIM
-    if width != DEPTH * ASPECT_RATIO:
-        print(f"width: DEPTH * ASPECT_RATIO = {DEPTH * ASPECT_RATIO} is rounded up to {width}")
-    n_kv_head = KV_HEADS or n_head
-    if n_head % n_kv_head:
-        stop(f"KV_HEADS = {KV_HEADS} does not divide the {n_head} heads; choose a divisor.")
-    pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
-    short = SHORT_WINDOW or MAX_SEQ_LEN
-    windows = tuple(short if letter == "S" else MAX_SEQ_LEN for letter in pattern)
-    value_layers = [i for i in range(DEPTH) if VE_EVERY and (DEPTH - 1 - i) % VE_EVERY == 0]
-    return Config(
-        vocab_size=vocab_size,
-        sequence_len=MAX_SEQ_LEN,
-        n_head=n_head,
-        n_kv_head=n_kv_head,
-        head_dim=HEAD_DIM,
-        windows=windows,
-        value_layers=tuple(value_layers),
-    )
-
-
-def accumulation_steps(rows):
-    """Micro-batches of `rows` rows per step."""
-    tokens = rows * MAX_SEQ_LEN
-    if TOTAL_BATCH_SIZE % tokens:
-        stop(
-            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of DEVICE_BATCH_SIZE * "
-            f"MAX_SEQ_LEN = {rows} * {MAX_SEQ_LEN} = {tokens}; change one of the first two."
-        )
-    return TOTAL_BATCH_SIZE // tokens
-
-
-def choose_dtype(device):
-    """Of activations and embeddings: bf16 where the device has it in hardware."""
-    if device.type == "cuda":
-        has_it = torch.cuda.get_device_capability() >= (8, 0)  # before Ampere it is emulated
-    else:
-        capabilities = torch.cpu.get_capabilities()
-        has_it = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.bfloat16 if has_it else torch.float32
+    return stop("no attention works, as said above; change ATTENTION, KV_HEADS or HEAD_DIM.")
 
 
 # ---- Warm-up ----
 def rehearse(model, compiled_model, optimizer, rows):
     """Runs, on random tokens, all that training and evaluation will run, so that it is compiled and
     known to fit."""
-
     device = model.lm_head.weight.device
     shape = (2, rows, MAX_SEQ_LEN)
 
@@ -793,7 +768,9 @@ def fewer_rows(rows):
 
 
 # ---- Main ----
-def run():
+def main():
+    if sys.argv[1:]:
+        stop("train.py takes no arguments; its knobs are at the top of the file.")
     device = start()
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
@@ -833,15 +810,6 @@ def run():
         attention=backend,
         tokens_per_second=tokens_per_second(tokens),
     )
-
-
-def main():
-    if sys.argv[1:]:
-        stop("train.py takes no arguments; its knobs are at the top of the file.")
-    try:
-        run()
-    except torch.OutOfMemoryError:
-        stop("out of memory; lower DEVICE_BATCH_SIZE, DEPTH or ASPECT_RATIO.", 5)
 
 
 if __name__ == "__main__":

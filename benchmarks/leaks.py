@@ -64,15 +64,11 @@ def attention_with(leak):
 
 
 def build():
-    config = train.Config(
-        vocab_size=prepare.VOCAB_SIZE,
-        sequence_len=prepare.MAX_SEQ_LEN,
-        n_head=2,
-        n_kv_head=2,
-        head_dim=32,
-        windows=(128, prepare.MAX_SEQ_LEN),
-        value_layers=(1,),
-    )
+    train.DEPTH = 2
+    train.ASPECT_RATIO = train.HEAD_DIM = 32
+    train.WINDOW_PATTERN = "S"
+    train.SHORT_WINDOW = 128
+    config = train.derive_config(prepare.VOCAB_SIZE)
     model = train.GPT(config, attention_with(LEAKS["none"]))
     train.initialise(model, torch.float32, 0)
     return model

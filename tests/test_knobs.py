@@ -17,21 +17,12 @@ def test_an_indivisible_batch_names_both_numbers(monkeypatch, capsys, total, row
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert f"TOTAL_BATCH_SIZE = {total} " in error
-    assert f" = {rows} * {prepare.MAX_SEQ_LEN} = {rows * prepare.MAX_SEQ_LEN};" in error
+    assert f"is not a multiple of {rows} rows of {prepare.MAX_SEQ_LEN} tokens; change it or " in error
 
 
 def test_a_divisible_batch_is_counted_in_micro_batches(monkeypatch):
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=12 * prepare.MAX_SEQ_LEN)
     assert [train.accumulation_steps(rows) for rows in (1, 2, 3, 4, 6, 12)] == [12, 6, 4, 3, 2, 1]
-
-
-@pytest.mark.parametrize("kv_heads", [3, 8])
-def test_key_value_heads_divide_the_heads(monkeypatch, capsys, kv_heads):
-    set_knobs(monkeypatch, DEPTH=4, ASPECT_RATIO=64, HEAD_DIM=64, KV_HEADS=kv_heads)
-    with pytest.raises(SystemExit) as stop:
-        train.derive_config(100)
-    assert stop.value.code == 2
-    assert f"KV_HEADS = {kv_heads} does not divide the 4 heads" in capsys.readouterr().err
 
 
 # ---- Derived values ----
@@ -61,13 +52,13 @@ def test_key_value_heads_are_those_asked_for_or_one_per_query_head(monkeypatch, 
 @pytest.mark.parametrize(
     ("pattern", "short", "depth", "windows"),
     [
-        ("SSSL", 7, 6, (7, 7, 7, 512, 7, 512)),
-        ("SSSL", 7, 4, (7, 7, 7, 512)),
-        ("S", 7, 3, (7, 7, 512)),
-        ("L", 7, 3, (512, 512, 512)),
-        ("SL", 7, 1, (512,)),
-        ("SSSL", 0, 6, (512,) * 6),
-        ("SSSL", 512, 6, (512,) * 6),
+        ("SSSL", 7, 6, [7, 7, 7, 512, 7, 512]),
+        ("SSSL", 7, 4, [7, 7, 7, 512]),
+        ("S", 7, 3, [7, 7, 512]),
+        ("L", 7, 3, [512, 512, 512]),
+        ("SL", 7, 1, [512]),
+        ("SSSL", 0, 6, [512] * 6),
+        ("SSSL", 512, 6, [512] * 6),
     ],
 )
 def test_the_windows_follow_the_pattern_and_the_last_layer_sees_everything(
@@ -80,13 +71,13 @@ def test_the_windows_follow_the_pattern_and_the_last_layer_sees_everything(
 @pytest.mark.parametrize(
     ("every", "depth", "layers"),
     [
-        (0, 6, ()),
-        (1, 3, (0, 1, 2)),
-        (2, 6, (1, 3, 5)),
-        (2, 5, (0, 2, 4)),
-        (3, 6, (2, 5)),
-        (3, 5, (1, 4)),
-        (9, 5, (4,)),
+        (0, 6, []),
+        (1, 3, [0, 1, 2]),
+        (2, 6, [1, 3, 5]),
+        (2, 5, [0, 2, 4]),
+        (3, 6, [2, 5]),
+        (3, 5, [1, 4]),
+        (9, 5, [4]),
     ],
 )
 def test_value_embeddings_are_on_every_nth_layer_counted_from_the_last(
@@ -98,7 +89,7 @@ def test_value_embeddings_are_on_every_nth_layer_counted_from_the_last(
     model = train.GPT(config, None)
     assert list(model.value_embeddings) == [str(layer) for layer in layers]
     gated = [i for i, block in enumerate(model.blocks) if block.attention.gate is not None]
-    assert tuple(gated) == layers
+    assert gated == layers
 
 
 # ---- Precision ----
@@ -131,15 +122,3 @@ def test_an_argument_is_refused(monkeypatch, capsys):
         train.main()
     assert stop.value.code == 2
     assert "train.py takes no arguments" in capsys.readouterr().err
-
-
-def test_memory_that_runs_out_late_gets_one_sentence(monkeypatch, capsys):
-    def run():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    set_knobs(monkeypatch, run=run)
-    with pytest.raises(SystemExit) as stop:
-        train.main()
-    assert stop.value.code == 5
-    assert capsys.readouterr().err.startswith("error: out of memory; lower ")

@@ -41,8 +41,8 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
     matrices = 8 * 12 * 512**2 + 4 * 32 * 4 + 8192 * 512
     assert sum(p.numel() for p in model.parameters()) == matrices + 5 * 8192 * 512 + 16
     assert model.flops_per_token() == 6 * matrices + 12 * 512 * (6 * S + 2 * L)
-    assert model.config.windows == (S, S, S, L, S, S, S, L)
-    assert model.config.value_layers == (1, 3, 5, 7)
+    assert model.config.windows == [S, S, S, L, S, S, S, L]
+    assert model.config.value_layers == [1, 3, 5, 7]
 
 
 # ---- Layers ----
@@ -114,7 +114,7 @@ def test_queries_and_keys_are_rotated_and_of_norm_one_and_values_neither():
 
 def test_each_layer_has_its_window():
     attend = Attend()
-    config = train.Config(61, 32, 2, 2, 32, windows=(4, 8, 3, 32), value_layers=())
+    config = tiny(windows=[4, 8, 3, 32])
     build(config, attend=attend)(tokens(config))
     assert [window for *_, window in attend.calls] == [4, 8, 3, 32]
 
@@ -173,7 +173,7 @@ def test_grouped_heads_are_heads_whose_keys_and_values_repeat(kv_heads, attend):
 
 @pytest.mark.parametrize("window", [4, 32])
 def test_the_model_is_causal_and_its_window_reaches_no_further(window):
-    config = train.Config(61, 32, 2, 2, 32, windows=(window,), value_layers=(0,))
+    config = tiny(windows=[window])
     model = build(config)
     x = tokens(config, B=1)
     changed = x.clone()

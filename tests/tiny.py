@@ -1,23 +1,27 @@
 """A model small enough for a test, its tokens, its optimizer and a few steps of both."""
 
 import itertools
+from types import SimpleNamespace
 
 import train
 
 import torch
 
 
-def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, V=61, window=None):
-    """The last layer sees all T positions, the others `window`; every second layer, counted from
-    the last, has a value embedding."""
-    return train.Config(
+def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, V=61, window=None, windows=None):
+    """The last layer sees all T positions, the others `window`, or each its own of `windows`; every
+    second layer, counted from the last, has a value embedding."""
+    windows = windows or [*[window or T] * (layers - 1), T]
+    return SimpleNamespace(
         vocab_size=V,
         sequence_len=T,
+        n_embd=heads * head_dim,
         n_head=heads,
         n_kv_head=kv_heads,
         head_dim=head_dim,
-        windows=(*[window or T] * (layers - 1), T),
-        value_layers=tuple(range((layers - 1) % 2, layers, 2)),
+        kv_dim=kv_heads * head_dim,
+        windows=windows,
+        value_layers=list(range((len(windows) - 1) % 2, len(windows), 2)),
     )
 
 
