@@ -17,7 +17,7 @@ def test_an_indivisible_batch_names_both_numbers(monkeypatch, capsys, total, row
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert f"TOTAL_BATCH_SIZE = {total} " in error
-    assert f"is not a multiple of {rows} rows of {prepare.MAX_SEQ_LEN} tokens; change it or " in error
+    assert f"not a multiple of {rows} rows of {prepare.MAX_SEQ_LEN} tokens; change it" in error
 
 
 def test_a_divisible_batch_is_counted_in_micro_batches(monkeypatch):
