@@ -72,17 +72,12 @@ def run_script(script, environment, limit=None, arguments=()):
     return seconds, output
 
 
-def run_training(folder, budget, environment=None, commit=None):
-    """Runs the train.py of a folder, or that of a commit in a clean copy, for `budget` seconds of
-    training; its record goes into no folder of runs. Returns it Finished. Raises RunError."""
+def run_training(folder, budget, environment=None):
+    """Runs the train.py of a folder for `budget` seconds of training; its record goes into no folder of runs. Returns it Finished. Raises RunError."""
     with tempfile.TemporaryDirectory() as runs:
         own = {"AUTORESEARCH_TIME_BUDGET": budget, "AUTORESEARCH_RUNS": runs}
         own |= environment or {}
-        script, arguments = "train.py", ()
-        if commit is not None:
-            script, arguments = "tools/rerun.py", (commit,)
-        limit = budget + SPARE_SECONDS
-        seconds, output = run_script(Path(folder, script), own, limit, arguments)
+        seconds, output = run_script(Path(folder, "train.py"), own, budget + SPARE_SECONDS)
         records = list(Path(runs).glob("*.json"))
         if len(records) != 1:
             raise RunError(f"{len(records)} records: {last_words(output)}")

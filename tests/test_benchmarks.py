@@ -12,7 +12,6 @@ import prepare
 import train
 from benchmarks import (
     attention,
-    audit,
     common,
     evaluate,
     loader,
@@ -243,86 +242,6 @@ def test_random_search_draws_from_its_ranges():
         assert len(seen[knob]) > 1
     batch = random_search.as_setting({"TOTAL_BATCH_SIZE": 1024})
     assert batch == "TOTAL_BATCH_SIZE=1024 DEVICE_BATCH_SIZE=2"
-
-
-@pytest.fixture
-def night(tmp_path):
-    """A folder whose tools/rerun.py gives a commit a score by its name."""
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/rerun.py").write_text(
-        "import json, os, sys\n"
-        "[commit] = sys.argv[1:]\n"
-        "seed = int(os.environ['SEED'])\n"
-        "if commit == 'broken':\n"
-        "    sys.exit('error: it cannot be trained')\n"
-        "gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200)}[commit]\n"
-        "record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok'}\n"
-        "with open(os.environ['AUTORESEARCH_RUNS'] + '/1.json', 'w') as file:\n"
-        "    json.dump(record, file)\n"
-        "with open('../calls', 'a') as file:\n"
-        "    print(commit, seed, os.environ['AUTORESEARCH_TIME_BUDGET'], file=file)\n"
-    )
-    rows = ["commit\tval_bpb\tmemory_gb\tstatus\tdescription"]
-    rows += [f"base\t0.9\t1.0\tkeep\tbaseline seed {seed}" for seed in (42, 43)]
-    rows += [f"{name}\t0.9\t1.0\tkeep\tan idea" for name in ("worse", "best")]
-    rows += ["lost\t0.9\t1.0\tdiscard\tan idea", "leak\t0.1\t1.0\tinvalid\tan idea", "torn"]
-    (tmp_path / "results.tsv").write_text("\n".join(rows) + "\n")
-    return tmp_path
-
-
-def test_audit_trains_baseline_and_last_keep_in_turn_and_goes_on(call, night):
-    _, out = call(audit, night, "--seconds", 5, "--seeds", 200, 201)
-    runs = [f"{commit} {seed} 5.0" for seed in (200, 201) for commit in ("base", "best")]
-    assert (night / "calls").read_text().splitlines() == runs
-    assert out.endswith("\nclaim: gain 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
-    assert "| 201 | best | 0.860000 | 0.040000 | 0.9556 | 7 | ok |" in out
-    _, out = call(audit, night, "--seconds", 5)
-    assert len((night / "calls").read_text().splitlines()) == 6  # seed 202 was added
-    assert "claim: gain 0.0400 +- 0.0058" in out
-    call(audit, night, "--seconds", 6)  # runs of another budget, which are none of these
-    assert len((night / "calls").read_text().splitlines()) == 12
-
-
-def test_audit_of_each_keep(call, night):
-    _, out = call(audit, night, "--keeps", "--seeds", 200)
-    assert "gain of worse over base: -0.0100\n" in out
-    assert "gain of best over worse: 0.0400\n" in out
-    assert "1 of 2 are better than the one before" in out
-
-
-def test_audit_shows_why_a_commit_has_no_score(call, night):
-    log = night / "results.tsv"
-    log.write_text(log.read_text().replace("worse", "broken"))
-    _, out = call(audit, night, "--keeps", "--seeds", 200)
-    assert "| 200 | broken | nan | nan | nan | 0 | exit 1: error: it cannot be trained |" in out
-    assert "0 of 2 are better" in out
-    script = night / "tools/rerun.py"  # memory was short, and is there again
-    script.write_text(script.read_text().replace("commit == 'broken'", "False"))
-    script.write_text(script.read_text().replace("'worse'", "'broken'"))
-    _, out = call(audit, night, "--keeps", "--seeds", 200)
-    assert "| 200 | broken | 0.910000 |" in out
-    assert len((night / "calls").read_text().splitlines()) == 3  # what had a score, only once
-
-
-def test_audit_claims_nothing_where_a_score_is_missing(night, monkeypatch):
-    log = night / "results.tsv"
-    log.write_text(log.read_text().replace("best", "broken"))
-    monkeypatch.setattr(sys, "argv", ["audit", str(night), "--seeds", "200", "201"])
-    with pytest.raises(SystemExit, match="^error: 2 of 4 runs have no score; run this again.$"):
-        audit.main()
-    assert len((night / "audit.jsonl").read_text().splitlines()) == 4  # the others are not lost
-
-
-@pytest.mark.parametrize("keeps", [0, 2])
-def test_audit_needs_a_keep(call, night, keeps, monkeypatch):
-    log = night / "results.tsv"
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[: 1 + keeps]))
-    monkeypatch.setattr(sys, "argv", ["audit", str(night)])
-    with pytest.raises(SystemExit, match="no keep beside the baseline"):
-        audit.main()
-    log.unlink()
-    with pytest.raises(SystemExit, match="does not exist; give the folder of a night"):
-        audit.main()
 
 
 def test_of_three_flagged_runs_the_one_with_the_most_steps_counts():

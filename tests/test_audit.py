@@ -1,0 +1,92 @@
+"""tools/audit.py: what a night gained."""
+
+import json
+import sys
+
+from tools import audit
+
+import pytest
+
+# A tools/rerun.py that gives a commit a score by its name.
+FAKE = """
+import json, os, sys
+[commit] = sys.argv[1:]
+seed = int(os.environ['SEED'])
+with open('calls', 'a') as file:
+    print(commit, seed, file=file)
+if commit == 'broken':
+    sys.exit('error: it cannot be trained')
+gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200)}[commit]
+record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok'}
+with open(os.environ['AUTORESEARCH_RUNS'] + '/1.json', 'w') as file:
+    json.dump(record, file)
+"""
+LOG = """commit\tval_bpb\tmemory_gb\tstatus\tdescription
+base\t0.9\t1.0\tkeep\tbaseline
+worse\t0.9\t1.0\tkeep\tan idea
+lost\t0.9\t1.0\tdiscard\tan idea
+base\t0.9\t1.0\tagain\tbest again
+best\t0.9\t1.0\tkeep\tan idea
+leak\t0.1\t1.0\tinvalid\tof an older log
+torn"""
+
+
+@pytest.fixture
+def night(tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/rerun.py").write_text(FAKE)
+    (tmp_path / "results.tsv").write_text(LOG)
+    return tmp_path
+
+
+@pytest.fixture
+def call(night, monkeypatch, capsys):
+    """What the command prints, and the runs it made so far."""
+
+    def call_main(*args):
+        monkeypatch.setattr(sys, "argv", ["audit", str(night), *map(str, args)])
+        audit.main()
+        return capsys.readouterr().out, (night / "calls").read_text().splitlines()
+
+    return call_main
+
+
+def test_baseline_and_last_keep_in_turn_and_goes_on(call, monkeypatch):
+    out, calls = call("--seeds", 200, 201)
+    assert calls == [f"{commit} {seed}" for seed in (200, 201) for commit in ("base", "best")]
+    assert out.endswith("\ngain of best over base: 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
+    assert "| 201 | best | 0.860000 | 7 | ok |" in out
+    out, calls = call()
+    assert len(calls) == 6  # seed 202 was added
+    assert "gain of best over base: 0.0400 +- 0.0058\n" in out
+    monkeypatch.setattr(audit, "SECONDS", 6)
+    assert len(call()[1]) == 12  # runs of another budget are none of these
+
+
+def test_each_keep(call):
+    out, _ = call("--keeps", "--seeds", 200)
+    assert "gain of worse over base: -0.0100\n" in out
+    assert "gain of best over worse: 0.0400\n" in out
+    assert "1 of 2 are better than the one before" in out
+
+
+def test_a_run_without_a_score_is_named_and_tried_again(call, night, capsys):
+    log = night / "results.tsv"
+    log.write_text(LOG.replace("best", "broken"))
+    for runs in (2, 3):
+        with pytest.raises(SystemExit, match="^error: 1 of 2 runs have no score; run this again.$"):
+            call("--seeds", 200)
+        out = capsys.readouterr().out
+        assert "| 200 | broken | nan | 0 | exit 1: error: it cannot be trained |" in out
+        assert len((night / "calls").read_text().splitlines()) == runs
+    kept = [json.loads(line) for line in (night / "audit.jsonl").read_text().splitlines()]
+    assert [run["commit"] for run in kept] == ["base", "broken", "broken"]
+
+
+def test_a_night_without_a_keep(call, night):
+    (night / "results.tsv").write_text("".join(LOG.splitlines(keepends=True)[:2]))
+    with pytest.raises(SystemExit, match="no keep beside the baseline"):
+        call()
+    (night / "results.tsv").unlink()
+    with pytest.raises(SystemExit, match="does not exist; give the folder of a night"):
+        call()

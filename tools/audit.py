@@ -1,0 +1,117 @@
+"""
+What a night gained: its commits trained again in turn, in clean copies, at seeds it never used.
+
+    uv run tools/audit.py .                        # baseline and last keep, three seeds
+    uv run tools/audit.py . --keeps --seeds 300    # each keep beside the one before it
+
+Each run is one of tools/rerun.py in the folder of the night and a line in its audit.jsonl: an audit
+that was cut off goes on from there, and tries again what had no score.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+SECONDS = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
+SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "integrity")  # of a record
+
+
+def kept_commits(log):
+    """The commits that results.tsv keeps, in their order, the baseline's first."""
+    rows = [line.split("\t") for line in log.read_text().splitlines()]
+    return list(dict.fromkeys(row[0] for row in rows if len(row) >= 5 and row[3] == "keep"))
+
+
+def rerun(folder, commit, seed):
+    """The line of audit.jsonl on a new run; without a score val_bpb is NaN."""
+    with tempfile.TemporaryDirectory() as runs:
+        command = [sys.executable, "tools/rerun.py", commit]
+        environment = os.environ | {"SEED": str(seed), "AUTORESEARCH_RUNS": runs}
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        record = {"val_bpb": math.nan, "num_steps": 0}
+        record["integrity"] = f"exit {done.returncode}: {done.stdout.strip()[-160:]}"
+        for path in Path(runs).glob("*.json"):
+            record = json.loads(path.read_text())
+    shown = {key: record.get(key) for key in SHOWN}
+    return shown | {"seed": seed, "commit": commit, "seconds": SECONDS}
+
+
+def load(path):
+    """{(commit, seed): line} of the runs in audit.jsonl that have a score."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    runs = [json.loads(line) for line in lines]
+    runs = [run for run in runs if run["seconds"] == SECONDS and not math.isnan(run["val_bpb"])]
+    return {(run["commit"], run["seed"]): run for run in runs}
+
+
+def train_in_turn(folder, commits, seeds):
+    """Prints a row for each run. Returns their val_bpb, [seeds, commits]."""
+    path = folder / "audit.jsonl"
+    done = load(path)
+    scores = np.empty((len(seeds), len(commits)))
+    print("| seed | commit | val_bpb | steps | integrity |\n|---|---|---|---|---|")
+    for i, seed in enumerate(seeds):
+        for j, commit in enumerate(commits):
+            run = done.get((commit, seed))
+            if run is None:
+                run = rerun(folder, commit, seed)
+                with open(path, "a") as file:
+                    file.write(json.dumps(run) + "\n")
+            scores[i, j] = run["val_bpb"]
+            columns = (seed, commit, f"{run['val_bpb']:.6f}", run["num_steps"], run["integrity"])
+            print("|", " | ".join(str(column) for column in columns), "|", flush=True)
+    print()
+    return scores
+
+
+def mean_gain(gains):
+    """Their mean as text, with its standard error over the seeds if there is more than one."""
+    text = f"{np.mean(gains):.4f}"
+    if len(gains) > 1:
+        text += f" +- {np.std(gains, ddof=1) / math.sqrt(len(gains)):.4f}"
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("folder", type=Path, metavar="CLONE", help="the folder of the night")
+    parser.add_argument("--keeps", action="store_true", help="all keeps, not only the last")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[200, 201, 202])
+    args = parser.parse_args()
+    log = args.folder / "results.tsv"
+    if not log.is_file():
+        raise SystemExit(f"error: {log} does not exist; give the folder of a night.")
+    commits = kept_commits(log)
+    if len(commits) < 2:
+        raise SystemExit(f"error: {log} has no keep beside the baseline; there is nothing to show.")
+    if not args.keeps:
+        commits = [commits[0], commits[-1]]
+    scores = train_in_turn(args.folder, commits, args.seeds)
+    gains = scores[:, :-1] - scores[:, 1:]
+    for (before, commit), own in zip(pairwise(commits), gains.T, strict=True):
+        print(f"gain of {commit} over {before}: {mean_gain(own)}")
+    lost = np.count_nonzero(np.isnan(scores))
+    if lost:
+        raise SystemExit(f"error: {lost} of {scores.size} runs have no score; run this again.")
+    if args.keeps:
+        better = np.count_nonzero(gains.mean(axis=0) > 0)
+        print(f"{better} of {len(commits) - 1} are better than the one before")
+
+
+if __name__ == "__main__":
+    main()
