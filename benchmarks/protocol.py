@@ -1,15 +1,14 @@
 """
 What a rule for keeping changes is worth: nights of research, simulated.
 
-    uv run benchmarks/protocol.py               # the reference, program.md, its habits left out
-    uv run benchmarks/protocol.py --search      # program.md's constants and their neighbours
-    uv run benchmarks/protocol.py --nights 200  # a quick look
+    uv run benchmarks/protocol.py           # the table, a minute
+    uv run benchmarks/protocol.py --search  # other constants for program.md, two minutes
 
-A night has a number of runs. A change has a true effect on val_bpb, which nobody sees; a run shows
-the truth plus noise. The effects are a fit of the one long night that the reference has published:
-125 scored runs, 22 keeps, a recorded gain of 0.0282. All numbers are in units of 0.001 bits per
-byte. Weak points: one night was fitted, discards are taken to add up, give or take 30 %, and the
-agent is taken to know whether its change or the machine made a run slower.
+A change has a true effect on val_bpb, which nobody sees; a run shows the truth plus noise. The
+effects are a fit of the one long night that the reference has published: 125 scored runs, 22 keeps,
+a recorded gain of 0.0282. All numbers are in units of 0.001 bits per byte. Weak points: one night
+was fitted, discards are taken to add up, give or take 30 %, and the agent to know whether its
+change or the machine made a run slower.
 """
 
 import argparse
@@ -28,8 +27,7 @@ import numpy as np
 # ---- Nights ----
 @dataclass(frozen=True)
 class Night:
-    """Effects are exponentially distributed with the means below, but for those of ideas that do
-    nothing, which are normal."""
+    """Effects are exponential with these means; those of ideas that do nothing are normal."""
 
     runs: int
     sigma: float  # standard deviation between runs of the same code
@@ -47,17 +45,8 @@ class Night:
 
 H100 = Night(runs=100, sigma=1)
 RTX_3060 = Night(runs=50, sigma=2, early=20, late=2, decay=8, null_sd=0.3, harm=5, disaster=30)
-SMALL = Night(
-    runs=60,
-    sigma=20,
-    early=40,
-    late=12,
-    decay=8,
-    null_sd=3,
-    harm=30,
-    disaster=150,
-    shares=(0.26, 0.39, 0.30, 0.05),
-)
+SMALL = Night(runs=60, sigma=20, early=40, late=12, decay=8, null_sd=3, harm=30, disaster=150)
+SMALL = replace(SMALL, shares=(0.26, 0.39, 0.30, 0.05))
 NIGHTS = {
     "H100": H100,
     "3060": RTX_3060,
@@ -66,16 +55,15 @@ NIGHTS = {
     "small, drift": replace(SMALL, drift=20, tenth=20),
     "small, shared": replace(SMALL, drift=60, tenth=50, drift_runs=8),
 }
-RUN_NOISE = math.sqrt(0.7)  # of sigma: of each run, also of the same code at the same seed
-CODE_NOISE = math.sqrt(
-    0.2
-)  # of a code at the fixed seed; the rest is the seed's and decides nothing
+# Shares of sigma: of each run, and of a code at the one seed. The rest, the seed's, decides nothing.
+RUN_NOISE = math.sqrt(0.7)
+CODE_NOISE = math.sqrt(0.2)
 INTERACTION = 0.3  # of changes made together: noise, as a share of the root of their squares
 
 
 @dataclass
 class Code:
-    """A version of train.py."""
+    """A commit of train.py."""
 
     effect: float  # of its change
     truth: float  # its true score, the baseline's being 0
@@ -95,8 +83,7 @@ class NightOver(Exception):  # noqa: N818
 
 
 class Lab:
-    """A night as the agent meets it. Chance depends on the night's number alone: every rule meets
-    the same ideas and the same noise, so that rules are compared in pairs."""
+    """A night as the agent meets it. Every rule meets the same ideas and the same noise in it."""
 
     def __init__(self, night, number):
         rng = np.random.default_rng(number)
@@ -166,7 +153,7 @@ NEVER = math.inf
 
 
 def lower_wins(lab, rule):
-    """One run decides; three habits mend what luck and the machine do to that."""
+    """One run decides; three habits mend what luck and the machine do to it."""
     to_beat = lab.run(lab.best)
     in_a_row = 0  # discards
     ideas = 0  # since discards were last tried together
@@ -204,19 +191,15 @@ def lower_wins(lab, rule):
             discards.append((lost, code.effect))
 
 
-def oracle(lab):
-    """Sees the truth, and needs no baseline."""
-    lab.best.truth = sum(min(effect, 0) for effect in lab.effects)
-
-
 REFERENCE = Rule(discards=NEVER, speed=NEVER, ideas=NEVER)
+ORACLE = None  # sees the truth, and needs no baseline
 RULES = {
-    "reference: one run, lower wins": REFERENCE,
+    "reference": REFERENCE,
     "program.md": Rule(),
-    "the best never again after discards": Rule(discards=NEVER),
-    "the best never again for another speed": Rule(speed=NEVER),
-    "discards never together": Rule(ideas=NEVER),
-    "an oracle": None,
+    "without again after discards": Rule(discards=NEVER),
+    "without again for speed": Rule(speed=NEVER),
+    "without discards together": Rule(ideas=NEVER),
+    "oracle": ORACLE,
 }
 SEARCH = {
     "discards": (5, 10, 20),
@@ -227,41 +210,33 @@ SEARCH = {
 
 
 def true_gain(rule, night, number):
-    """By how much the last `best` of a night is truly better than the baseline."""
+    """By how much the last best of a night is truly better than the baseline."""
     lab = Lab(night, number)
+    if rule is ORACLE:
+        return -lab.effects[lab.effects < 0].sum()
     with suppress(NightOver):
-        if rule is None:
-            oracle(lab)
-        else:
-            lower_wins(lab, rule)
+        lower_wins(lab, rule)
     return -lab.best.truth
 
 
 # ---- Tables ----
-def standard_error(values):
-    return values.std() / math.sqrt(len(values))
-
-
 def print_rules(rules, count):
-    """A row per rule: gain and, in brackets, its ratio to the reference's. Returns the ratios."""
+    """A row per rule: its gain and, in brackets, the ratio to the first rule's, each with its
+    standard error. Returns the ratios."""
     print_header("rule", *NIGHTS)
-
-    def gains_of(rule):
-        numbers = range(count)
-        nights = NIGHTS.values()
-        return [np.array([true_gain(rule, night, n) for n in numbers]) for night in nights]
-
-    reference = gains_of(REFERENCE)
+    first = {}
     ratios = {}
     for name, rule in rules.items():
         cells = []
         ratios[name] = []
-        for gains, base in zip(gains_of(rule), reference):
+        for kind, night in NIGHTS.items():
+            gains = np.array([true_gain(rule, night, number) for number in range(count)])
+            base = first.setdefault(kind, gains)
             ratio = gains.mean() / base.mean()
-            error = standard_error(gains - ratio * base) / base.mean()  # the nights are the same
-            gain = f"{gains.mean():.1f} ± {standard_error(gains):.1f}"
-            cells.append(f"{gain} ({ratio:.3f} ± {error:.3f})")
             ratios[name].append(ratio)
+            error = gains.std() / count**0.5
+            beside = (gains - ratio * base).std() / count**0.5 / base.mean()  # in the same nights
+            cells.append(f"{gains.mean():.1f} ± {error:.1f} ({ratio:.3f} ± {beside:.3f})")
         print_row(name, *cells)
     return ratios
 
@@ -269,19 +244,17 @@ def print_rules(rules, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--nights", type=int, default=4000, help="of each kind")
-    parser.add_argument("--search", action="store_true", help="other constants for program.md")
+    parser.add_argument("--search", action="store_true")
     args = parser.parse_args()
-    rules = RULES
     if args.search:
-        rules = {
-            f"{constant} {value}": replace(Rule(), **{constant: value})
-            for constant, values in SEARCH.items()
-            for value in values
-        }
-    ratios = print_rules(rules, args.nights)
-    if not args.search:
-        shown = " ".join(f"{ratio:.3f}" for ratio in ratios["program.md"])
-        print(f"\nprogram.md / reference: {shown}")
+        rules = {"program.md": Rule(), "reference": REFERENCE}
+        for constant, values in SEARCH.items():
+            for value in values:
+                rules[f"{constant} {value}"] = replace(Rule(), **{constant: value})
+        print_rules(rules, args.nights)
+        return
+    ratios = print_rules(RULES, args.nights)["program.md"]
+    print("\nprogram.md / reference:", *(f"{ratio:.3f}" for ratio in ratios))
 
 
 if __name__ == "__main__":
