@@ -171,7 +171,8 @@ def lower_wins(lab, rule):
         result = lab.run(code)
         slower = result.slowdown - to_beat.slowdown
         kept = result.score < to_beat.score
-        if (slower < -rule.speed) if kept else (slower > rule.speed):
+        by_speed = slower < -rule.speed if kept else slower > rule.speed
+        if by_speed:
             to_beat = lab.run(lab.best)
             kept = result.score < to_beat.score
             in_a_row = 0

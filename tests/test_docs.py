@@ -206,7 +206,12 @@ def test_resume_prints_what_counts(shell):
 
 
 def test_the_rule_is_the_one_that_is_simulated():
-    numbers = {"ten": protocol.DISCARDS, "four": protocol.TOGETHER, "a tenth": 1 / protocol.SPEED}
-    assert numbers == {"ten": 10, "four": 4, "a tenth": 10}
-    for words in ("after ten discards in a row", "the four best discards", "a tenth fewer tokens"):
+    rule = protocol.Rule()
+    assert (rule.discards, rule.speed, rule.ideas, rule.together) == (10, 0.1, 10, 4)
+    for words in (
+        "after ten discards in a row",
+        "a tenth fewer tokens",
+        "After every ten ideas",
+        "the four best discards",
+    ):
         assert words in PROGRAM.replace("\n", " ")
