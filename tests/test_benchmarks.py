@@ -19,6 +19,7 @@ from benchmarks import (
     overhead,
     pairs,
     preparation,
+    protocol,
     random_search,
     step,
     sweep,
@@ -243,6 +244,90 @@ def test_random_search_draws_from_its_ranges():
         assert len(seen[knob]) > 1
     batch = random_search.as_setting({"TOTAL_BATCH_SIZE": 1024})
     assert batch == "TOTAL_BATCH_SIZE=1024 DEVICE_BATCH_SIZE=2"
+
+
+# ---- The simulated nights ----
+@pytest.fixture
+def quiet():
+    """Makes a night without noise, but with these effects and this luck of the baseline's run."""
+
+    def make(effects, luck=0.0, tenth=math.inf):
+        lab = protocol.Lab(protocol.Night(runs=len(effects), sigma=0, tenth=tenth), number=0)
+        lab.effects = np.array(effects)
+        lab.interaction[:] = 0
+        lab.run_noise[0] = luck
+        return lab
+
+    return make
+
+
+def true_score(lab, rule):
+    with pytest.raises(protocol.NightOver):
+        protocol.lower_wins(lab, rule)
+    return lab.best.truth
+
+
+def test_without_noise_lower_wins_keeps_what_the_oracle_keeps():
+    lab = protocol.Lab(protocol.Night(runs=60, sigma=0), number=3)
+    tried = lab.effects[:-1]  # the baseline takes a run
+    kept = tried[tried < 0]
+    assert len(kept) > 10
+    assert true_score(lab, protocol.REFERENCE) == pytest.approx(kept.sum())
+
+
+def test_a_lucky_score_is_measured_again_after_ten_discards(quiet):
+    effects = [-1.0] * 13  # runs: the baseline, ten discards, the baseline again, an idea
+    rule = protocol.Rule(ideas=protocol.NEVER)
+    assert true_score(quiet(effects, luck=-5), rule) == -1
+    assert true_score(quiet(effects[:12], luck=-5), rule) == 0
+    assert true_score(quiet(effects, luck=-5), protocol.REFERENCE) == 0
+
+
+def test_the_four_best_discards_are_tried_together_after_ten_ideas(quiet):
+    effects = [-0.1 * i for i in range(10)] + [50.0] * 2
+    rule = protocol.Rule(discards=protocol.NEVER)
+    assert true_score(quiet(effects, luck=-2.9), rule) == pytest.approx(-0.9 - 0.8 - 0.7 - 0.6)
+    assert true_score(quiet(effects, luck=-3.1), rule) == 0
+    assert true_score(quiet(effects, luck=-2.9), protocol.REFERENCE) == 0
+
+
+@pytest.mark.parametrize("drift, effect, best", [(5, -1, -1), (-5, 1, 0)])
+def test_the_score_to_beat_is_measured_again_for_another_speed(quiet, drift, effect, best):
+    """A good change on a machine that became slow; a bad one on a machine that became fast."""
+    found = []
+    for rule in (protocol.Rule(), protocol.REFERENCE):
+        lab = quiet([effect, 50, 50], tenth=2)  # the third run is the second idea's or the best's
+        lab.drift = [0, drift, drift]
+        found.append(true_score(lab, rule))
+    assert found == [best, effect - best]
+
+
+def test_habits_help_where_the_machine_drifts_and_an_oracle_beats_them():
+    night = protocol.NIGHTS["small, shared"]
+
+    def mean(rule):
+        return np.mean([protocol.true_gain(rule, night, number) for number in range(100)])
+
+    gains = {name: mean(rule) for name, rule in protocol.RULES.items()}
+    assert gains["reference"] < gains["without again for speed"] < gains["program.md"]
+    assert max(gains.values()) == gains["oracle"] > 1.5 * gains["program.md"]
+
+
+def test_protocol_prints_a_row_per_rule_and_the_ratios(call):
+    table, output = call(protocol, "--nights", 3)
+    assert list(table) == ["rule", *protocol.RULES]
+    assert table["rule"] == list(protocol.NIGHTS)
+    shown = [re.search(r"\((\S+) ", cell).group(1) for cell in table["program.md"]]
+    assert output.splitlines()[-1] == f"program.md / reference: {' '.join(shown)}"
+    table, _ = call(protocol, "--nights", 3, "--search")
+    assert table["together 4"] == table["discards 10"] == table["program.md"]
+    assert table["together 2"] != table["program.md"]
+
+
+def test_the_simulated_nights_stay_the_same():
+    """Numbers in texts were made by them."""
+    gains = [protocol.true_gain(protocol.Rule(), n, 7) for n in protocol.NIGHTS.values()]
+    assert np.round(gains, 2).tolist() == [31.25, 20.8, 205.71, 32.56, 226.79, 114.88]
 
 
 @pytest.fixture
