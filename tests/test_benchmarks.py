@@ -319,6 +319,8 @@ def test_protocol_prints_a_row_per_rule_and_the_ratios(call):
     assert table["rule"] == list(protocol.NIGHTS)
     shown = [re.search(r"\((\S+) ", cell).group(1) for cell in table["program.md"]]
     assert output.splitlines()[-1] == f"program.md / reference: {' '.join(shown)}"
+    gains = [float(table[name][2].split()[0]) for name in ("program.md", "reference")]
+    assert float(shown[2]) == pytest.approx(gains[0] / gains[1], rel=0.01)
     table, _ = call(protocol, "--nights", 3, "--search")
     assert table["together 4"] == table["discards 10"] == table["program.md"]
     assert table["together 2"] != table["program.md"]
