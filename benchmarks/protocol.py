@@ -55,9 +55,8 @@ NIGHTS = {
     "small, drift": replace(SMALL, drift=20, tenth=20),
     "small, shared": replace(SMALL, drift=60, tenth=50, drift_runs=8),
 }
-# Shares of sigma: of each run, and of a code at the one seed. The rest, the seed's, decides nothing.
-RUN_NOISE = math.sqrt(0.7)
-CODE_NOISE = math.sqrt(0.2)
+RUN_NOISE = math.sqrt(0.7)  # share of sigma
+CODE_NOISE = math.sqrt(0.2)  # the same in all runs of a code; the seed's own part decides nothing
 INTERACTION = 0.3  # of changes made together: noise, as a share of the root of their squares
 
 
@@ -65,7 +64,6 @@ INTERACTION = 0.3  # of changes made together: noise, as a share of the root of 
 class Code:
     """A commit of train.py."""
 
-    effect: float  # of its change
     truth: float  # its true score, the baseline's being 0
     noise: float  # what the fixed seed adds to it in every run
 
@@ -83,20 +81,19 @@ class NightOver(Exception):  # noqa: N818
 
 
 class Lab:
-    """A night as the agent meets it. Every rule meets the same ideas and the same noise in it."""
+    """A night as an agent meets it, with the same ideas and the same noise under every rule."""
 
     def __init__(self, night, number):
         rng = np.random.default_rng(number)
-        runs = night.runs
         self.night = night
         self.effects = draw_effects(night, rng)
-        self.drift = draw_drift(night, rng.normal(0, night.drift, runs))
-        self.run_noise = rng.normal(0, RUN_NOISE * night.sigma, runs)
-        self.code_noise = rng.normal(0, CODE_NOISE * night.sigma, 2 * runs)  # ideas, then batches
-        self.interaction = rng.normal(0, INTERACTION, runs)
+        self.drift = draw_drift(night, rng.normal(0, night.drift, night.runs))
+        self.run_noise = rng.normal(0, RUN_NOISE * night.sigma, night.runs)
+        self.code_noise = rng.normal(0, CODE_NOISE * night.sigma, 2 * night.runs)
+        self.interaction = rng.normal(0, INTERACTION, night.runs)
         self.runs = 0
         self.ideas = 0
-        self.best = Code(0, 0, noise=self.code_noise[-1])
+        self.best = Code(0, self.code_noise[-1])
 
     def run(self, code):
         if self.runs == self.night.runs:
@@ -110,13 +107,13 @@ class Lab:
         effect = self.effects[self.ideas]
         noise = self.code_noise[self.ideas]
         self.ideas += 1
-        return Code(effect, self.best.truth + effect, noise)
+        return Code(self.best.truth + effect, noise)
 
     def combine(self, effects):
-        """Returns the best code with several changes made together."""
+        """The best code with several changes made together."""
         effect = sum(effects) + math.hypot(*effects) * self.interaction[self.ideas]
-        noise = self.code_noise[self.night.runs + self.ideas]
-        return Code(effect, self.best.truth + effect, noise)
+        noise = self.code_noise[self.night.runs + self.ideas]  # not an idea's
+        return Code(self.best.truth + effect, noise)
 
 
 def draw_effects(night, rng):
@@ -189,18 +186,17 @@ def lower_wins(lab, rule):
             continue
         ideas += 1
         if not kept:
-            discards.append((lost, code.effect))
+            discards.append((lost, code.truth - lab.best.truth))
 
 
 REFERENCE = Rule(discards=NEVER, speed=NEVER, ideas=NEVER)
-ORACLE = None  # sees the truth, and needs no baseline
 RULES = {
     "reference": REFERENCE,
     "program.md": Rule(),
     "without again after discards": Rule(discards=NEVER),
     "without again for speed": Rule(speed=NEVER),
     "without discards together": Rule(ideas=NEVER),
-    "oracle": ORACLE,
+    "oracle": None,
 }
 SEARCH = {
     "discards": (5, 10, 20),
@@ -211,9 +207,9 @@ SEARCH = {
 
 
 def true_gain(rule, night, number):
-    """By how much the last best of a night is truly better than the baseline."""
+    """By how much a night's last best is truly better than the baseline."""
     lab = Lab(night, number)
-    if rule is ORACLE:
+    if rule is None:  # the oracle sees the truth, and needs no baseline
         return -lab.effects[lab.effects < 0].sum()
     with suppress(NightOver):
         lower_wins(lab, rule)
@@ -222,7 +218,7 @@ def true_gain(rule, night, number):
 
 # ---- Tables ----
 def print_rules(rules, count):
-    """A row per rule: its gain and, in brackets, the ratio to the first rule's, each with its
+    """A row per rule: its gain and the ratio to the first rule's, in the same nights, each with its
     standard error. Returns the ratios."""
     print_header("rule", *NIGHTS)
     first = {}
@@ -236,8 +232,8 @@ def print_rules(rules, count):
             ratio = gains.mean() / base.mean()
             ratios[name].append(ratio)
             error = gains.std() / count**0.5
-            beside = (gains - ratio * base).std() / count**0.5 / base.mean()  # in the same nights
-            cells.append(f"{gains.mean():.1f} ± {error:.1f} ({ratio:.3f} ± {beside:.3f})")
+            ratio_error = (gains - ratio * base).std() / count**0.5 / base.mean()
+            cells.append(f"{gains.mean():.1f} ± {error:.1f} ({ratio:.3f} ± {ratio_error:.3f})")
         print_row(name, *cells)
     return ratios
 

@@ -71,7 +71,7 @@ def edits_of(levers):
     if "bf16" not in levers:
         edits["dtype = choose_dtype(device)"] = "dtype = torch.float32"
     if "memory kept" not in levers:
-        first = "def run():\n"
+        first = "def main():\n"
         edits[first] = f"{first}    import prepare\n    prepare.keep_memory = lambda: None\n"
     return edits
 

@@ -18,6 +18,7 @@ from benchmarks import (
     overhead,
     pairs,
     preparation,
+    protocol,
     random_search,
     step,
     sweep,
@@ -194,27 +195,23 @@ def test_edits_are_timed_one_after_another(call, cache, monkeypatch):
     assert seen[0] == seen[1] == source and len(set(seen)) == len(overhead.EDITS)
 
 
-def test_random_search_judges_as_program_md_does_and_goes_on(call, tmp_path, monkeypatch):
+def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypatch):
     settings = []
-    scores = [0.92, 0.90, 0.89, 0.895, 0.88, 0.95, None, 0.8]
+    scores = [0.92, 0.90, 0.90, None, 0.89, 0.95, 0.8]
 
-    def run(knobs, seconds, seed):
+    def run(knobs, seconds):
         settings.append(random_search.as_setting(knobs))
-        score = scores[(len(settings) - 1) % 8]
-        return {"val_bpb": score, "integrity": "ok", "num_steps": 100}
+        return {"val_bpb": scores[(len(settings) - 1) % 7], "integrity": "ok", "num_steps": 100}
 
     monkeypatch.setattr(random_search, "run", run)
-    rows, out = call(random_search, tmp_path, "--ideas", 3)
-    sigma = 0.02 / math.sqrt(2)
-    assert rows["1"][2:4] == ["yes", "0.900000"]  # 0.89 + 0.5 * 0.02
-    assert rows["2"][2:4] == ["", "0.900000"]  # 0.005 is less than half a sigma
-    assert rows["3"][2:4] == ["yes", "0.890000"]
-    assert f"sigma {sigma:.6f}" in out and len(settings) == 5
-    again, _ = call(random_search, tmp_path, "--ideas", 6)
-    assert len(settings) == 8 and {idea: again[idea] for idea in rows} == rows
-    assert [again[str(i)][2] for i in (4, 5, 6)] == ["", "", "yes"]
-    assert again["6"][3] == f"{0.8 + sigma:.6f}"  # half of the gain would be 0.045
-    for kept, idea in (("1", "2"), ("1", "3"), ("3", "4")):
+    rows, _ = call(random_search, tmp_path, "--ideas", 3)
+    assert rows["1"][:3] == ["0.900000", "0.9783", "yes"]
+    assert [rows[idea][2] for idea in "23"] == ["", ""]  # equal is not lower, no score is none
+    again, out = call(random_search, tmp_path, "--ideas", 6)
+    assert len(settings) == 7 and {idea: again[idea] for idea in rows} == rows
+    assert [again[idea][2] for idea in "456"] == ["yes", "", "yes"]
+    assert out.rstrip().endswith(f"best: {again['6'][-1]}")
+    for kept, idea in (("1", "2"), ("1", "3"), ("1", "4"), ("4", "5")):
         changed = set(again[idea][-1].split()) ^ set(again[kept][-1].split())
         knobs = {item.partition("=")[0] for item in changed}
         assert 1 <= len(knobs) <= 3  # with the rows at a time
@@ -244,12 +241,101 @@ def test_random_search_draws_from_its_ranges():
     assert batch == "TOTAL_BATCH_SIZE=1024 DEVICE_BATCH_SIZE=2"
 
 
-def test_of_three_flagged_runs_the_one_with_the_most_steps_counts():
-    runs = [("slow", 5), ("slow", 9), ("slow", 7), ("ok", 1)]
-    records = [{"integrity": flag, "num_steps": steps} for flag, steps in runs]
-    finished = (common.Finished(record, 0) for record in records)
-    assert random_search.best_of_three(lambda: next(finished)) == records[1]
-    assert random_search.best_of_three(lambda: next(finished)) == records[3]
+# ---- The simulated nights ----
+@pytest.fixture
+def quiet():
+    """Makes a night without noise, but with these effects and this luck of the baseline's run."""
+
+    def make(effects, luck=0.0, tenth=math.inf):
+        lab = protocol.Lab(protocol.Night(runs=len(effects), sigma=0, tenth=tenth), number=0)
+        lab.effects = np.array(effects)
+        lab.interaction[:] = 0
+        lab.run_noise[0] = luck
+        return lab
+
+    return make
+
+
+def true_score(lab, rule):
+    with pytest.raises(protocol.NightOver):
+        protocol.lower_wins(lab, rule)
+    return lab.best.truth
+
+
+def test_without_noise_lower_wins_keeps_what_the_oracle_keeps():
+    lab = protocol.Lab(protocol.Night(runs=60, sigma=0), number=3)
+    tried = lab.effects[:-1]  # the baseline takes a run
+    kept = tried[tried < 0]
+    assert len(kept) > 10
+    assert true_score(lab, protocol.REFERENCE) == pytest.approx(kept.sum())
+
+
+def test_a_lucky_score_is_measured_again_after_ten_discards(quiet):
+    effects = [-1.0] * 13  # runs: the baseline, ten discards, the baseline again, an idea
+    rule = protocol.Rule(ideas=protocol.NEVER)
+    assert true_score(quiet(effects, luck=-5), rule) == -1
+    assert true_score(quiet(effects[:12], luck=-5), rule) == 0
+    assert true_score(quiet(effects, luck=-5), protocol.REFERENCE) == 0
+
+
+def test_the_four_best_discards_are_tried_together_after_ten_ideas(quiet):
+    effects = [-0.1 * i for i in range(10)] + [50.0] * 2
+    rule = protocol.Rule(discards=protocol.NEVER)
+    assert true_score(quiet(effects, luck=-2.9), rule) == pytest.approx(-0.9 - 0.8 - 0.7 - 0.6)
+    assert true_score(quiet(effects, luck=-3.1), rule) == 0
+    assert true_score(quiet(effects, luck=-2.9), protocol.REFERENCE) == 0
+
+
+@pytest.mark.parametrize("drift, effect, best", [(5, -1, -1), (-5, 1, 0)])
+def test_the_score_to_beat_is_measured_again_for_another_speed(quiet, drift, effect, best):
+    """A good change on a machine that became slow; a bad one on a machine that became fast."""
+    found = []
+    for rule in (protocol.Rule(), protocol.REFERENCE):
+        lab = quiet([effect, 50, 50], tenth=2)  # the third run is the second idea's or the best's
+        lab.drift = [0, drift, drift]
+        found.append(true_score(lab, rule))
+    assert found == [best, effect - best]
+
+
+def test_habits_help_where_the_machine_drifts_and_an_oracle_beats_them():
+    night = protocol.NIGHTS["small, shared"]
+
+    def mean(rule):
+        return np.mean([protocol.true_gain(rule, night, number) for number in range(100)])
+
+    gains = {name: mean(rule) for name, rule in protocol.RULES.items()}
+    assert gains["reference"] < gains["without again for speed"] < gains["program.md"]
+    assert max(gains.values()) == gains["oracle"] > 1.5 * gains["program.md"]
+
+
+def test_protocol_prints_a_row_per_rule_and_the_ratios(call):
+    table, output = call(protocol, "--nights", 3)
+    assert list(table) == ["rule", *protocol.RULES]
+    assert table["rule"] == list(protocol.NIGHTS)
+    shown = [re.search(r"\((\S+) ", cell).group(1) for cell in table["program.md"]]
+    assert output.splitlines()[-1] == f"program.md / reference: {' '.join(shown)}"
+    gains = [float(table[name][2].split()[0]) for name in ("program.md", "reference")]
+    assert float(shown[2]) == pytest.approx(gains[0] / gains[1], rel=0.01)
+    table, _ = call(protocol, "--nights", 3, "--search")
+    assert table["together 4"] == table["discards 10"] == table["program.md"]
+    assert table["together 2"] != table["program.md"]
+
+
+def test_the_simulated_nights_stay_the_same():
+    """Numbers in texts were made by them."""
+    gains = [protocol.true_gain(protocol.Rule(), n, 7) for n in protocol.NIGHTS.values()]
+    assert np.round(gains, 2).tolist() == [31.25, 20.8, 205.71, 32.56, 226.79, 114.88]
+
+
+def test_of_two_flagged_runs_the_one_with_more_steps_counts():
+    for runs, counts in (
+        ([("slow", 5), ("slow", 9)], 1),
+        ([("slow", 9), ("ok", 5)], 0),
+        ([("ok", 1), ("ok", 5)], 0),
+    ):
+        records = [{"integrity": flag, "num_steps": steps} for flag, steps in runs]
+        finished = iter([common.Finished(record, 0) for record in records])
+        assert random_search.better_of_two(lambda runs=finished: next(runs)) == records[counts]
 
 
 def test_preparation(call, corpus, monkeypatch):
