@@ -33,7 +33,7 @@ def row(commit, val_bpb, status, description):
 
 
 def reference():
-    """126 rows as the reference's agent wrote them: two of ten are keeps, a large and a small one."""
+    """126 rows in the reference's columns. Two of ten are keeps, with a large and a small gain."""
     text = HEADER + row("ba5e000", "1.000000", "keep", "baseline")
     best = 1.0
     for i in range(125):
