@@ -33,14 +33,14 @@ def row(commit, val_bpb, status, description):
 
 
 def reference():
-    """126 rows as the reference's agent wrote them: two of ten are keeps that gain 0.001."""
+    """126 rows in the reference's columns. Two of ten are keeps, with a large and a small gain."""
     text = HEADER + row("ba5e000", "1.000000", "keep", "baseline")
     best = 1.0
     for i in range(125):
         name = f"{i:07x}"
         idea = f"idea {i}: RoPE base 10,000 to 200,000, longer context for every head"
         if i % 10 < 2:
-            best -= 0.001
+            best -= 0.0002 if i % 10 else 0.0018
             text += row(name, f"{best:.6f}", "keep", idea)
         elif i % 50 == 2:
             text += row(name, "0.000000", "crash", idea)
@@ -127,7 +127,7 @@ LOGS = {
     "broken": ("\ufeff" + NIGHT.replace("\n", "\r\n") + "\r\nhello\r\na\tb\r\n", {"rows": 5}),
     "reference": (
         reference(),
-        {"rows": 126, "experiments": 125, "gains": [0.001] * 26, "best": 0.974},
+        {"rows": 126, "experiments": 125, "gains": [0.0018] * 13 + [0.0002] * 13, "best": 0.974},
     ),
 }
 
@@ -202,7 +202,8 @@ def read(outputs):
     for output in outputs:
         assert output.output_type != "error", output.evalue
         assert output.get("name") != "stderr", output.text
-    return json.loads(outputs[-1].text.removeprefix("SHOW"))
+    text = "".join(output.get("text", "") for output in outputs)  # may come in pieces
+    return json.loads(text.partition("SHOW")[2])
 
 
 @pytest.mark.parametrize("name", LOGS)
