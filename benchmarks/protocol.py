@@ -142,8 +142,8 @@ class Rule:
 
     discards: float = 10  # in a row, after which the best is measured again
     speed: float = 0.1  # slower and discarded, or faster and kept: the best is measured again
-    ideas: float = 10  # after which the best discards are tried together,
-    together: int = 4  # so many
+    ideas: float = 15  # after which the best discards are tried together,
+    together: int = 6  # so many
 
 
 NEVER = math.inf
@@ -201,8 +201,8 @@ RULES = {
 SEARCH = {
     "discards": (5, 10, 20),
     "speed": (0.05, 0.1, 0.2),
-    "ideas": (5, 10, 20),
-    "together": (2, 3, 4, 6),
+    "ideas": (5, 10, 15, 20),
+    "together": (2, 4, 6, 8),
 }
 
 

@@ -207,11 +207,11 @@ def test_resume_prints_what_counts(shell):
 
 def test_the_rule_is_the_one_that_is_simulated():
     rule = protocol.Rule()
-    assert (rule.discards, rule.speed, rule.ideas, rule.together) == (10, 0.1, 10, 4)
+    assert (rule.discards, rule.speed, rule.ideas, rule.together) == (10, 0.1, 15, 6)
     for words in (
         "after ten discards in a row",
         "a tenth fewer tokens",
-        "After every ten ideas",
-        "the four best discards",
+        "After every fifteen ideas",
+        "the six that came closest",
     ):
         assert words in PROGRAM.replace("\n", " ")
