@@ -107,6 +107,7 @@ LEARNS_LATER = """\
     def learn(module, args):
         hook.remove()
         module.train()
+        set_schedules(optimizer, 0.5, 0)  # at the end of the budget a rate may be 0
         with torch.enable_grad():
             for _ in range(5):
                 train_step(module, optimizer, next(batches), batches, 1)
