@@ -6,7 +6,7 @@ is the only file that a night of research edits.
     grep -n '^# ----' train.py   the table of contents
 
 prepare.py owns data, clock and metric. Importing this file starts no run.
-Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary.
+Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary; K matrices of one shape.
 """
 
 import gc
@@ -47,7 +47,7 @@ DEPTH             = by_profile(full=8, medium=4, small=3)              # layers
 ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, at least
 HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
-WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated, the last is L
+WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated; the last is full
 SHORT_WINDOW      = by_profile(full=1024, medium=256, small=128)       # reach of S; 0: no limit
 MLP_RATIO         = 4                                # hidden size of the MLP / width
 ROPE_BASE         = 10000                            # base of the rotary embedding (theta)
@@ -69,8 +69,8 @@ UNEMBEDDING_LR    = by_profile(full=0.004, medium=0.004, small=0.002)  # lm_head
 MATRIX_LR         = by_profile(full=0.04, medium=0.04, small=0.02)     # matrices in the blocks
 SCALAR_LR         = 0.5                              # x0_lambdas, vectors in the blocks
 RESID_LR          = 0.005                            # resid_lambdas
-WIDTH_LR_POWER    = -0.5                             # AdamW's matrices: lr * (C / 768) ** this
-WEIGHT_DECAY      = 0.2                              # of the matrices, falls to 0 over the run
+WIDTH_LR_POWER    = -0.5                             # lm_head, wte, ve: lr * (C / 768) ** this
+WEIGHT_DECAY      = 0.2                              # of those matrices, falls to 0 over the run
 ADAM_BETAS        = (0.8, 0.95)                      # beta1, beta2
 X0_BETAS          = (0.96, 0.95)                     # the same for x0_lambdas
 MUON_BETAS        = (0.95, 0.95)                     # final momentum, beta2 of NorMuon
@@ -512,7 +512,7 @@ def train(model, optimizer, batches, micro_batches):
         began = elapsed()
         total = 0.0
         for _ in range(count):
-            progress = min(elapsed() / TIME_BUDGET, 1.0)
+            progress = min(elapsed() / TIME_BUDGET, 1.0)  # a GPU may lag by what is queued
             set_schedules(optimizer, progress, step)
             loss, batch = train_step(model, optimizer, batch, batches, micro_batches)
             total = total + loss
@@ -600,7 +600,7 @@ def attend_blocks(q, k, v, window):
         k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     q, k, v = (x.unflatten(1, (-1, size)).transpose(2, 3) for x in (q, k, v))
 
-    def with_blocks_before(x):  # [B, N, H, K, D]
+    def with_blocks_before(x):  # [B, N, H, size, D] -> [B, N, H, (before + 1) * size, D]
         shifted = [F.pad(x[:, :-i], (0, 0, 0, 0, 0, 0, i, 0)) for i in range(before, 0, -1)]
         return torch.cat((*shifted, x), dim=3)
 
