@@ -1,6 +1,6 @@
 """
-train.py, the subject of autoresearch: the GPT, the MuonAdamW optimizer and the training loop. This
-is the only file that a night of research edits.
+train.py, the subject of autoresearch: the GPT, MuonAdamW and the training loop. This is the only
+file that a night of research edits.
 
     uv run train.py              train for TIME_BUDGET seconds, print val_bpb: lower is better
     grep -n '^# ----' train.py   the table of contents
@@ -493,7 +493,7 @@ PEAK_TFLOPS = {
 
 
 def tokens_per_second(tokens):
-    """The speed since the first batch; 0 if none came from make_dataloader: evaluate_bpb tells."""
+    """Since the first batch; 0 if none came from make_dataloader: evaluate_bpb tells."""
     return tokens / (elapsed() or math.inf)
 
 
@@ -528,7 +528,7 @@ def train(model, optimizer, batches, micro_batches):
     return step
 
 
-# ---- Below this line few experiments need to look ----
+# ---- Few experiments need to look below this line ----
 
 
 # ---- Attention back-ends ----
@@ -588,7 +588,7 @@ def load_varlen():
 
 def attend_blocks(q, k, v, window):
     """Plain products and a softmax, a block of queries at a time with the keys that their window
-    reaches: on a CPU, compiled and with a short window, two to four times as fast as sdpa."""
+    reaches: on a CPU, compiled, with a short window, two to four times as fast as sdpa."""
     T = q.shape[1]
     size = largest_divisor(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)  # blocks
@@ -682,8 +682,7 @@ def choose_attention(device, dtype, config):
 
 # ---- Warm-up ----
 def rehearse(model, compiled_model, optimizer, rows):
-    """Runs, on random tokens, all that training and evaluation will run, so that it is compiled and
-    known to fit."""
+    """Runs on random tokens all that a run will run, so that it is compiled and known to fit."""
     device = model.lm_head.weight.device
     shape = (2, rows, MAX_SEQ_LEN)
 
@@ -696,7 +695,7 @@ def rehearse(model, compiled_model, optimizer, rows):
     set_schedules(optimizer, 0.0, 0)
     batches = random_batches()
     batch = next(batches)
-    # Only the second step meets what all later ones meet. Of many micro-batches two will do: the
+    # Only the second step meets what later ones meet. Of many micro-batches two will do: the
     # first makes the gradients, the second adds to them.
     count = min(accumulation_steps(rows), 2)
     for _ in range(2):
@@ -714,7 +713,7 @@ def for_evaluation(model, compiled_model):
 
 
 def failed_allocations():
-    """How often a GPU's memory did not suffice: kernels and compilers raise errors of their own."""
+    """How often a GPU lacked memory: kernels and compilers raise errors of their own."""
     return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_initialized() else 0
 
 
@@ -747,14 +746,14 @@ def warm_up(model, dtype):
                 compiling = False
             else:
                 raise
-        # Before the next try, out here, where the exception no longer holds any tensors:
+        # Before the next try, and where the exception no longer holds any tensors:
         torch._dynamo.reset()  # drops what was compiled for more rows
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
     model.load_state_dict(initial)
     gc.collect()
-    gc.disable()  # a walk through all that exists by now may take half a second
+    gc.disable()  # a walk through all objects may take half a second
     return compiled_model, MuonAdamW(parameter_groups(model), dtype, update), rows
 
 
