@@ -528,7 +528,7 @@ def train(model, optimizer, batches, micro_batches):
     return step
 
 
-# ---- Few experiments need to look below this line ----
+# ---- Few experiments look below this line ----
 
 
 # ---- Attention back-ends ----
