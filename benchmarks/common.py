@@ -1,5 +1,6 @@
-"""What several benchmarks share: whole runs in a folder, changed knobs, tokens, tables."""
+"""What several benchmarks share: whole runs, changed knobs, steps in this process, tables."""
 
+import ast
 import contextlib
 import json
 import math
@@ -44,7 +45,7 @@ def last_words(output):
     return lines[-1] if lines else "it said nothing"
 
 
-def run_script(script, environment, limit=None, arguments=()):
+def run_script(script, environment, limit=None):
     """Runs a script in its folder, for `limit` seconds at most. Returns its seconds and its output.
     Raises RunError."""
     script = Path(script).resolve()
@@ -52,7 +53,7 @@ def run_script(script, environment, limit=None, arguments=()):
     # Into a file: a pipe stays open for as long as any child of a killed process lives.
     with tempfile.TemporaryFile() as log:
         begun = perf_counter()
-        command = [sys.executable, script, *arguments]
+        command = [sys.executable, script]
         process = subprocess.Popen(command, cwd=script.parent, env=merged, stdout=log, stderr=log)
         try:
             process.wait(limit)
@@ -73,7 +74,8 @@ def run_script(script, environment, limit=None, arguments=()):
 
 
 def run_training(folder, budget, environment=None):
-    """Runs the train.py of a folder for `budget` seconds of training; its record goes into no folder of runs. Returns it Finished. Raises RunError."""
+    """Runs the train.py of a folder for `budget` seconds of training, its record in no folder of runs.
+    Returns it Finished. Raises RunError."""
     with tempfile.TemporaryDirectory() as runs:
         own = {"AUTORESEARCH_TIME_BUDGET": budget, "AUTORESEARCH_RUNS": runs}
         own |= environment or {}
@@ -131,6 +133,104 @@ def random_tokens(vocab_size, shape, device):
     import torch
 
     return torch.rand(shape, device=device).mul(math.log(vocab_size)).exp().long() - 1
+
+
+# ---- Steps in this process ----
+PARTS = ("step", "forward", "backward", "update")
+
+
+@dataclass
+class Subject:
+    """What a run of a train.py has when its training begins."""
+
+    train: object  # the module
+    device: object
+    model: object
+    compiled_model: object
+    optimizer: object
+    attention: str
+    rows: int
+    micro_batches: int
+    batch: tuple  # inputs, targets [rows, T] of random tokens
+
+
+def import_train(folder=ROOT):
+    """The train.py of a folder, on the prepare.py beside it."""
+    for module in ("prepare", "train"):
+        sys.modules.pop(module, None)
+    sys.path.insert(0, str(folder))
+    try:
+        import train
+    finally:
+        sys.path.pop(0)
+    return train
+
+
+def set_knobs(train, setting):
+    """Changes knobs of the module, ["KNOB=value"]."""
+    for item in setting:
+        name, _, value = item.partition("=")
+        if not hasattr(train, name):
+            raise SystemExit(f"error: train.py has no knob {name}; a setting is KNOB=value.")
+        try:
+            setattr(train, name, ast.literal_eval(value))
+        except (SyntaxError, ValueError):
+            raise SystemExit(f"error: {item}: the value is a Python literal.") from None
+
+
+def build(train, dtype=None):
+    """The Subject of a train.py that was just imported. Neither loader nor cache is needed."""
+    import torch
+
+    prepare = sys.modules["prepare"]
+    torch.set_float32_matmul_precision("high")
+    device = prepare.DEVICE
+    if device.type == "cpu":
+        prepare.keep_memory()
+    if not hasattr(prepare._run, "rows"):  # the warm-up asks how many
+        prepare._run.rows = range(prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN)
+    dtype = dtype or train.choose_dtype(device)
+    config = train.derive_config(prepare.VOCAB_SIZE)
+    attention, attend = train.choose_attention(device, dtype, config)
+    model = train.GPT(config, attend).to(device)
+    compiled_model, optimizer, rows = train.warm_up(model, dtype)
+    train.set_schedules(optimizer, 0.0, 0)
+    tokens = random_tokens(prepare.VOCAB_SIZE, (2, rows, train.MAX_SEQ_LEN), device)
+    return Subject(
+        train=train,
+        device=device,
+        model=model,
+        compiled_model=compiled_model,
+        optimizer=optimizer,
+        attention=attention,
+        rows=rows,
+        micro_batches=train.accumulation_steps(rows),
+        batch=tuple(tokens),
+    )
+
+
+def take_step(subject):
+    """A step as train_step takes it. Returns its seconds in the order of PARTS."""
+    import torch
+
+    def now():
+        if subject.device.type == "cuda":
+            torch.cuda.synchronize()
+        return perf_counter()
+
+    forward = 0.0
+    backward = 0.0
+    for _ in range(subject.micro_batches):
+        begun = now()
+        loss = subject.compiled_model(*subject.batch) / subject.micro_batches
+        middle = now()
+        loss.backward()
+        forward += middle - begun
+        backward += now() - middle
+    begun = now()
+    subject.optimizer.step()
+    update = now() - begun
+    return forward + backward + update, forward, backward, update
 
 
 # ---- Tables ----

@@ -4,12 +4,10 @@ Where the seconds go that are not training, from the start of the process to its
     uv run benchmarks/overhead.py                    # median of three runs, after one not counted
     uv run benchmarks/overhead.py --cold             # and of runs with an empty compiler cache
     uv run benchmarks/overhead.py --edits            # what an edit costs that has to be compiled
-    uv run benchmarks/overhead.py --script ../other/train.py --cache /tmp/other
-    uv run benchmarks/overhead.py --pair ../before/train.py --cache /tmp/after /tmp/before
 
 Whole runs of train.py as it is, with a short budget; a stage ends with the line that follows it.
-The ratio is to the other version, which runs in turn with this one (--pair), or that of a cold run
-to a warm one (--cold). The first step counts as training too.
+The ratio is that of a cold run to a warm one, in turn. The first step counts as training too.
+benchmarks/compare.py shows two versions.
 """
 
 import argparse
@@ -29,21 +27,19 @@ from benchmarks.common import (
     last_words,
     print_header,
     print_row,
-    run_script,
 )
 
-STAGES = {  # name: how the line begins that ends it; before 2026-11-22 the second of two
-    "interpreter, imports, cache check": ("run:", "device:"),
-    "attention probe, model": ("model:",),
-    "compilation and warm-up": ("training:", "run:"),
-    "first batch, first step": ("step ",),
-    "later steps, evaluation": ("---",),
+STAGES = {  # name: how the line begins that ends it
+    "interpreter, imports, cache check": "run:",
+    "attention probe, model": "model:",
+    "compilation and warm-up": "training:",
+    "first batch, first step": "step ",
+    "later steps, evaluation": "---",
 }
 LAST_STAGE = "report, exit"
 OUTSIDE = "all but training"
 SHOWN = [*STAGES, "evaluation", LAST_STAGE, OUTSIDE]
 SHOWN.remove("later steps, evaluation")  # the budget decides about the steps
-
 
 GAIN = {  # a module with a parameter, as an agent would add one
     "        self.down = Linear(hidden, config.n_embd)\n": (
@@ -67,18 +63,15 @@ EDITS = {  # name: a setting of knobs, texts to replace
 }
 
 
-def stages(seconds, runs, inductor=None, script=ROOT / "train.py", cache=None):
+def stages(seconds, runs, inductor=None, script=ROOT / "train.py"):
     """{stage: seconds} of one run of `script`, with a budget of `seconds`, its record in `runs`,
     its compiler cache in `inductor`. Raises RunError."""
-    script = Path(script).resolve()
     own = {"AUTORESEARCH_TIME_BUDGET": str(seconds), "AUTORESEARCH_RUNS": str(runs)}
     own["PYTHONUNBUFFERED"] = "1"
     if inductor is not None:
         own["TORCHINDUCTOR_CACHE_DIR"] = str(inductor)
-    if cache is not None:
-        own["AUTORESEARCH_CACHE"] = str(Path(cache).resolve())
     ends = iter(STAGES.items())
-    stage, marks = next(ends)
+    stage, mark = next(ends)
     found = {}
     block = {}
     lines = []
@@ -97,32 +90,23 @@ def stages(seconds, runs, inductor=None, script=ROOT / "train.py", cache=None):
             key, colon, value = line.partition(": ")
             if colon:
                 block[key] = value.strip()
-            if line.startswith(marks):
+            if mark and line.startswith(mark):
                 found[stage] = perf_counter() - before
                 before = perf_counter()
-                stage, marks = next(ends, (LAST_STAGE, ()))
+                stage, mark = next(ends, (LAST_STAGE, ""))
     end = perf_counter()
     if process.returncode:
         raise RunError(f"exit {process.returncode}: {last_words(''.join(lines))}")
     if stage != LAST_STAGE:
-        raise RunError(f"no line began with {' or '.join(marks)}, where {stage!r} ends")
+        raise RunError(f"no line began with {mark}, where {stage!r} ends")
     found[LAST_STAGE] = end - before
     found["evaluation"] = float(block["eval_seconds"])
     found[OUTSIDE] = end - begun - float(block["training_seconds"])
     return found
 
 
-def run_in_turn(sides, rounds):
-    """{side: its runs} of {side: a function that makes a run}."""
-    found = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, run in sides.items():
-            found[side].append(run())
-    return found
-
-
 def print_stages(found):
-    """Medians of each side, and the ratio of the first to the second where there are two."""
+    """Medians of {side: its runs}, and the ratio of the first to the second where there are two."""
     sides = list(found)
     ratio = [f"{sides[0]} / {sides[1]}"] if len(sides) == 2 else []
     print_header("seconds", *sides, *ratio)
@@ -133,51 +117,24 @@ def print_stages(found):
         print_row(stage, *[f"{value:.1f}" for value in medians], *ratio)
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=10, help="budget of a run (10)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--script", type=Path, default=ROOT / "train.py", help="another train.py")
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--pair", type=Path, help="a train.py that runs in turn with that")
-    other.add_argument("--edits", action="store_true", help="of train.py, of several kinds")
-    other.add_argument("--cold", action="store_true", help="with an empty compiler cache too")
-    parser.add_argument("--cache", nargs="+", type=Path, default=[], help="of --script, of --pair")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds is 1 or more")
-    if len(args.cache) > 2:
-        parser.error("--cache takes one folder, or two with --pair")
-    for script in (args.script, args.pair):
-        if script and not (script.is_file() and script.with_name("prepare.py").is_file()):
-            parser.error(f"{script} is no file with a prepare.py beside it")
-    return args
-
-
 def kernels_in(inductor):
     return len(list(Path(inductor).rglob("*.so"))) + len(list(Path(inductor).rglob("*.cubin")))
 
 
-def print_edits(args, folder):
+def print_edits(seconds, folder):
     """A row per edit, each beside the same compiled code: that of train.py as it is."""
-    cache = args.cache[0] if args.cache else None
-    source = args.script.read_text()
-    inductor = Path(folder, "inductor")
-    stages(args.seconds, f"{folder}/runs", inductor, args.script, cache)
+    inductor = folder / "inductor"
+    stages(seconds, folder / "runs", inductor)
     print_header("edit", "seconds before training", "all but training", "kernels", "ratio")
     base = None
     for name, (setting, replacements) in EDITS.items():
-        if not all(old in source for old in replacements):
-            print_row(name, "this train.py has no such text", "", "", "")
-            continue
-        code = Path(folder, name.replace(" ", "-"))
+        code = folder / name.replace(" ", "-")
         code.mkdir()
-        copy_scripts(code, setting, replacements, args.script)
+        copy_scripts(code, setting, replacements)
         before = kernels_in(inductor)
-        found = stages(args.seconds, f"{folder}/runs", inductor, code / "train.py", cache)
+        found = stages(seconds, folder / "runs", inductor, code / "train.py")
         start = sum(found[stage] for stage in list(STAGES)[:3])
-        if base is None:
-            base = found[OUTSIDE]
+        base = base or found[OUTSIDE]
         print_row(
             name,
             f"{start:.1f}",
@@ -187,42 +144,33 @@ def print_edits(args, folder):
         )
 
 
-def measure(args, folder):
+def measure(seconds, rounds, cold, folder):
     """{side: its runs}. Raises RunError."""
-    cache, pair_cache, *_ = [*args.cache, None, None]
-    runs = f"{folder}/runs"
-
-    def run_warm():
-        return stages(args.seconds, runs, None, args.script, cache)
-
-    def run_cold():
-        with tempfile.TemporaryDirectory(dir=folder) as inductor:
-            return stages(args.seconds, runs, inductor, args.script, cache)
-
-    def run_pair():
-        return stages(args.seconds, runs, None, args.pair, pair_cache)
-
-    if cache:
-        run_script(args.script.with_name("prepare.py"), {"AUTORESEARCH_CACHE": cache.resolve()})
-    run_warm()  # compiles
-    if args.cold:
-        return run_in_turn({"cold": run_cold, "warm": run_warm}, args.rounds)
-    if not args.pair:
-        return run_in_turn({"warm": run_warm}, args.rounds)
-    if pair_cache:
-        run_script(args.pair.with_name("prepare.py"), {"AUTORESEARCH_CACHE": pair_cache.resolve()})
-    run_pair()
-    return run_in_turn({"script": run_warm, "pair": run_pair}, args.rounds)
+    runs = folder / "runs"
+    stages(seconds, runs)  # compiles
+    found = {"cold": [], "warm": []} if cold else {"warm": []}
+    for _ in range(rounds):
+        if cold:
+            with tempfile.TemporaryDirectory(dir=folder) as inductor:
+                found["cold"].append(stages(seconds, runs, inductor))
+        found["warm"].append(stages(seconds, runs))
+    return found
 
 
 def main():
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=10, help="budget of a run (10)")
+    parser.add_argument("--rounds", type=int, default=3)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--edits", action="store_true", help="of train.py, of several kinds")
+    what.add_argument("--cold", action="store_true", help="with an empty compiler cache too")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
             if args.edits:
-                print_edits(args, folder)
+                print_edits(args.seconds, Path(folder))
                 return
-            found = measure(args, folder)
+            found = measure(args.seconds, args.rounds, args.cold, Path(folder))
         except RunError as failure:
             raise SystemExit(f"error: {failure}") from None
     print(f"median of {args.rounds}, budget {args.seconds:g} s\n")

@@ -4,17 +4,23 @@ Settings of the knobs one after another, best first: how the small profile's val
     uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048 DEVICE_BATCH_SIZE=4"
     uv run benchmarks/sweep.py --seconds 300 --seeds 42 43 "" "WINDOW_PATTERN='SSSL'"
     uv run benchmarks/sweep.py --steps 1200 --jobs 2 "" "DEPTH=3 ASPECT_RATIO=64 @1.21"
+    uv run benchmarks/sweep.py --random 24 --log /tmp/search.jsonl    # as many random ideas
 
 A setting is a list of KNOB=value, "" for train.py as it is. Each is a one-line substitution in a
 copy of train.py. The ratio is that of val_bpb to the first setting's at the same seed.
 
 On a machine whose speed moves, a fixed time measures the machine too. With --steps each run takes
 so many optimizer steps, however long they take, times the number after the @: how many steps the
-setting takes while the first one takes one, as benchmarks/turns.py measures it. So it matters
+setting takes while the first one takes one, as compare.py --steps measures it. So it matters
 neither what else computes nor how many runs go on at once, --jobs.
+
+Random search is what a night of an agent's ideas is compared with. An idea draws one or two knobs
+of the best setting anew, from the ranges below, which were written down before the first run; lower
+wins. Each run is a line of the log; a search that was cut off goes on from there.
 """
 
 import argparse
+import json
 import math
 import os
 import re
@@ -35,6 +41,8 @@ from benchmarks.common import (
     substitute,
 )
 
+import numpy as np
+
 COLUMNS = {  # key of a record: how it is printed
     "val_bpb": ".4f",
     "ratio": ".4f",
@@ -46,8 +54,6 @@ COLUMNS = {  # key of a record: how it is printed
     "seed": "d",
     "setting": "",
 }
-
-
 TIMED = {  # text of train.py: the same by steps
     "progress = min(elapsed() / TIME_BUDGET, 1.0)": "progress = step / {steps}",
     "int((TIME_BUDGET - elapsed()) / seconds)": "{steps} - step",
@@ -92,20 +98,7 @@ def print_record(record):
     print_row(*[f"{record[key]:{form}}" for key, form in COLUMNS.items()])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("settings", nargs="*", default=[""])
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42])
-    parser.add_argument("--steps", type=int, help="of optimization, instead of seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --steps")
-    args = parser.parse_args()
-    if args.jobs > 1 and not args.steps:
-        parser.error("--jobs is for --steps: runs that share a machine share their seconds")
-    source = (ROOT / "train.py").read_text()
-    for argument in args.settings:  # a misspelt one shall not end the sweep in its last hour
-        setting, _ = split(argument)
-        substitute(source, setting)
+def print_sweep(args):
     jobs = [(argument, seed) for argument in args.settings for seed in args.seeds]
     records = []
     base = {}  # val_bpb of the first setting, by seed
@@ -127,6 +120,141 @@ def main():
     print_header(*COLUMNS)
     for record in sorted(records, key=lambda record: record["val_bpb"]):
         print_record(record)
+
+
+# ---- Random search ----
+TOKENS_PER_ROW = 512  # of the small profile, whose knobs these ranges are for
+
+# How a knob is drawn: evenly, evenly in the logarithm, as a power of two, or from a list.
+RANGES = {
+    "DEPTH": ("of", 1, 2, 3, 4, 5, 6, 8),
+    "ASPECT_RATIO": ("of", 16, 32, 48, 64, 96, 128, 192),
+    "SHORT_WINDOW": ("power", 5, 9),
+    "MLP_RATIO": ("of", 2, 3, 4, 6, 8),
+    "ROPE_BASE": ("log", 1000, 100_000),
+    "LOGIT_SOFTCAP": ("of", 0, 8, 15, 30),
+    "X0_INIT": ("even", 0, 0.3),
+    "TOTAL_BATCH_SIZE": ("power", 10, 14),
+    "EMBEDDING_LR": ("log", 0.075, 1.2),
+    "UNEMBEDDING_LR": ("log", 0.0005, 0.008),
+    "MATRIX_LR": ("log", 0.005, 0.08),
+    "SCALAR_LR": ("log", 0.125, 2),
+    "WEIGHT_DECAY": ("even", 0, 0.6),
+    "MOMENTUM_STEPS": ("log", 50, 1000),
+    "WARMUP_RATIO": ("even", 0, 0.1),
+    "WARMDOWN_RATIO": ("even", 0.2, 1),
+    "FINAL_LR_FRAC": ("even", 0, 0.2),
+}
+
+
+def draw(knob, rng):
+    """A value of the knob, at most three digits of it."""
+    kind, *limits = RANGES[knob]
+    if kind == "of":
+        return limits[rng.integers(len(limits))]
+    low, high = limits
+    if kind == "power":
+        return 2 ** int(rng.integers(low, high + 1))
+    if kind == "log":
+        return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.3g}")
+    return float(f"{rng.uniform(low, high):.3g}")
+
+
+def next_idea(best, number):
+    """The best {knob: value} with one or two knobs changed."""
+    rng = np.random.default_rng([0, number])
+    changed = dict(best)
+    for knob in rng.choice(list(RANGES), size=rng.integers(1, 3), replace=False):
+        changed[str(knob)] = draw(str(knob), rng)
+    return changed
+
+
+def as_setting(knobs):
+    """What common.substitute takes. The rows at a time follow from the batch."""
+    items = [f"{knob}={value}" for knob, value in knobs.items()]
+    if "TOTAL_BATCH_SIZE" in knobs:
+        items.append(f"DEVICE_BATCH_SIZE={min(8, knobs['TOTAL_BATCH_SIZE'] // TOKENS_PER_ROW)}")
+    return " ".join(items)
+
+
+def better_of_two(run):
+    """The record of what `run()` returns, Finished; if it is flagged, `run` is called once more, and
+    the record with more steps counts. Raises RunError."""
+    first = run().record
+    if first["integrity"] == "ok":
+        return first
+    return max(first, run().record, key=lambda record: record["num_steps"])
+
+
+def run_knobs(knobs, seconds):
+    """What a run gave."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_scripts(folder, as_setting(knobs))
+        try:
+            record = better_of_two(lambda: run_training(folder, seconds, {"SEED": 42}))
+        except RunError as failure:
+            record = {"val_bpb": math.nan, "integrity": str(failure), "num_steps": 0}
+    return {key: record[key] for key in ("val_bpb", "integrity", "num_steps")}
+
+
+def search(log, ideas, seconds):
+    lines = log.read_text().splitlines() if log.exists() else []
+    best = {}
+    baseline = lowest = math.nan
+    print_header("idea", "val_bpb", "ratio", "kept", "steps", "integrity", "setting")
+    for number in range(ideas + 1):
+        knobs = next_idea(best, number) if number else {}
+        if number < len(lines):
+            line = json.loads(lines[number])
+            if line["setting"] != as_setting(knobs):
+                raise SystemExit(f"error: {log} is of another search; name another file.")
+        else:
+            line = {"setting": as_setting(knobs)} | run_knobs(knobs, seconds)
+            if number == 0 and math.isnan(line["val_bpb"]):
+                raise SystemExit(f"error: no baseline: {line['integrity']}")
+            with open(log, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        score = line["val_bpb"]
+        if number == 0:
+            baseline = lowest = score
+        kept = score < lowest
+        if kept:
+            best = knobs
+            lowest = score
+        print_row(
+            number or "baseline",
+            f"{score:.6f}",
+            f"{score / baseline:.4f}",
+            "yes" if kept else "",
+            line["num_steps"],
+            line["integrity"],
+            line["setting"] or "none",
+        )
+    print(f"\nbest: {as_setting(best) or 'none'}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("settings", nargs="*", default=[""])
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42])
+    parser.add_argument("--steps", type=int, help="of optimization, instead of seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --steps")
+    parser.add_argument("--random", type=int, metavar="IDEAS", help="random search, --log FILE")
+    parser.add_argument("--log", type=Path, help="of the random search")
+    args = parser.parse_args()
+    if args.random:
+        if not args.log:
+            parser.error("--random needs --log FILE")
+        search(args.log, args.random, args.seconds)
+        return
+    if args.jobs > 1 and not args.steps:
+        parser.error("--jobs is for --steps: runs that share a machine share their seconds")
+    source = (ROOT / "train.py").read_text()
+    for argument in args.settings:  # a misspelt one shall not end the sweep in its last hour
+        setting, _ = split(argument)
+        substitute(source, setting)
+    print_sweep(args)
 
 
 if __name__ == "__main__":
