@@ -17,7 +17,6 @@ workspace, fragmentation, drivers. FlashAttention 3 is a stand-in with the inter
 """
 
 import argparse
-import ast
 import contextlib
 import ctypes
 import json
@@ -34,12 +33,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import ROOT, print_header, print_row
+from benchmarks.common import ROOT, print_header, print_row, set_knobs
 
 GIB = 2**30
-MEMORIES = (8, 12, 16, 24, 32, 80)  # GB of the cards for which rows are predicted
-SPARE = 0.08  # share of a card's memory that workspaces and gaps between blocks take
-CONTEXT = 0.6 * GIB  # of the driver and the libraries
 
 
 @dataclass(frozen=True)
@@ -200,22 +196,10 @@ class Kernel:
     name: str
     compiled: list  # of each configuration, what Triton made or the exception
     launches: int = 0
-    moved: int = 0  # bytes
 
     def run(self, *arguments, **options):
         """Stands in for the launch."""
         self.launches += 1
-        self.moved += bytes_on_card(arguments)
-
-
-def bytes_on_card(tree):
-    """Of all tensors in it, each counted once. What a kernel reads and writes, if it touches all of
-    each tensor that it is given, and none twice."""
-    import torch
-
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
-    return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
 def collect_kernels(compile_them):
@@ -265,21 +249,6 @@ def collect_kernels(compile_them):
     for check in ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment"):
         setattr(guards, check, lambda *arguments, **options: None)
     return kernels
-
-
-def resources(kernel):
-    """{REG, STACK, LOCAL: of a compiled kernel}, as the disassembler of Triton's wheel says."""
-    import triton
-
-    asm = getattr(kernel, "asm", None)
-    cubin = asm["cubin"] if asm else Path(kernel.cubin_path).read_bytes()
-    tool = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
 
 
 def shared_memory(kernel):
@@ -362,7 +331,7 @@ def check_varlen():
 # ---- What a card is asked ----
 class Meter:
     """Sums the live memory on the card, in the allocator's blocks of 512 bytes, and counts what is
-    launched besides Triton's kernels, and the bytes that it moves. `mode` is to be entered."""
+    launched besides Triton's kernels. `mode` is to be entered."""
 
     def __init__(self):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -371,7 +340,6 @@ class Meter:
         self.now = 0
         self.peak = 0
         self.products = 0
-        self.moved = 0
         meter = self
 
         class Mode(TorchDispatchMode):
@@ -390,8 +358,6 @@ class Meter:
         out = func(*args, **kwargs)
         if re.search(r"\.(add|b)?mm\b|attn|attention|fa3", str(func)):
             self.products += 1
-        if bytes_on_card((args, kwargs)) and not func.is_view:
-            self.moved += bytes_on_card((args, kwargs, out))
         torch.utils._pytree.tree_map_only(torch.Tensor, self.see, out)
         return out
 
@@ -442,11 +408,7 @@ def examine(args):
     import prepare
     import train
 
-    for setting in args.set:
-        name, _, value = setting.partition("=")
-        if not hasattr(train, name):
-            raise SystemExit(f"error: train.py has no knob {name}; a setting is KNOB=value.")
-        setattr(train, name, ast.literal_eval(value))
+    set_knobs(train, args.set)
     check_varlen()
     hub = types.ModuleType("kernels")
     hub.get_kernel = lambda *arguments, **options: fa3_stand_in()
@@ -482,7 +444,6 @@ def examine(args):
         _, batch = train.train_step(compiled_model, optimizer, batch, batches, 2)  # compiles
         for kernel in kernels:
             kernel.launches = 0
-            kernel.moved = 0
         for tensor in (*model.parameters(), *model.buffers()):
             meter.see(tensor)
         for group in optimizer.param_groups:
@@ -493,8 +454,6 @@ def examine(args):
         with meter.mode:
             _, (inputs, _, _) = train.train_step(compiled_model, optimizer, batch, batches, 2)
         launches = sum(kernel.launches for kernel in kernels)
-        moved_by_kernels = sum(kernel.moved for kernel in kernels)
-        moved_besides = meter.moved
         products = meter.products
         training_peak = meter.peak
         model.eval()
@@ -511,8 +470,6 @@ def examine(args):
         "kernels": len(kernels),
         "launches": launches,
         "products": products,
-        "moved_by_kernels": moved_by_kernels,
-        "moved_besides": moved_besides,
         "breaks": sum(counters["graph_break"].values()),
         "base": base,
         "peak": training_peak,
@@ -520,8 +477,6 @@ def examine(args):
         "errors": [],
         "variants": 0,
         "shared": 0,
-        "spills": {},
-        "registers": 0,
     }
     for kernel in kernels:
         for made in kernel.compiled:
@@ -531,10 +486,6 @@ def examine(args):
                 continue
             found["variants"] += 1
             found["shared"] = max(found["shared"], shared_memory(made))
-            used = resources(made)
-            found["registers"] = max(found["registers"], used["REG"])
-            if used["STACK"] + used["LOCAL"]:
-                found["spills"][kernel.name] = used["STACK"] + used["LOCAL"]
     if found["shared"] > card.shared * 1024:
         found["errors"].append(f"{found['shared']} bytes of shared memory are too many")
     if found["breaks"]:
@@ -559,18 +510,6 @@ def in_a_process(card, args, rows=None):
         return {"errors": [said[-1][:300]]}
 
 
-def rows_that_fit(points, gigabytes):
-    """The largest power of two of rows that a card with so much memory holds, by the straight line
-    through the measured points {rows: peak}; 0 if not even one."""
-    few, many = min(points), max(points)
-    per_row = (points[many] - points[few]) / (many - few)
-    room = (1 - SPARE) * gigabytes * GIB - CONTEXT
-    rows = 128
-    while rows and points[few] + per_row * (rows - few) > room:
-        rows //= 2
-    return rows
-
-
 def print_memory(found):
     sizes = "all failed"
     print_header("card", "rung", "rows", "before a step, GiB", "peak of a step", "of evaluation")
@@ -581,12 +520,7 @@ def print_memory(found):
             sizes = (
                 f"{one['parameters'] / 1e6:.1f} M parameters, {one['flops_per_token']:.3g} FLOPs"
             )
-    print(f"\n{sizes} per token\n")
-    print_header("card", *(f"{size} GB" for size in MEMORIES))
-    for card in dict.fromkeys(card for card, _ in found):
-        points = {r: one["peak"] for (c, r), one in found.items() if c == card and "peak" in one}
-        if len(points) > 1:
-            print_row(f"rows on {card}", *(rows_that_fit(points, size) for size in MEMORIES))
+    print(f"\n{sizes} per token")
 
 
 def main():
@@ -617,19 +551,22 @@ def main():
     if args.memory:
         print_memory(found)
     else:
-        print_header(
-            "card", "rung", "kernels", "compiled", "errors", "shared memory, bytes", "of",
-            "registers", "with spills", "graph breaks", "launches per step", "products and attention",
-            "GB moved by kernels", "and besides",
-        )  # fmt: skip
+        columns = (
+            "rung",
+            "kernels",
+            "compiled",
+            "shared memory, KiB",
+            "breaks",
+            "launches",
+            "products",
+        )
+        print_header("card", *columns)
         for (card, _), one in found.items():
             if "kernels" in one:
-                print_row(
-                    card, one["rung"], one["kernels"], one["variants"], len(one["errors"]),
-                    one["shared"], CARDS[card].shared * 1024, one["registers"], len(one["spills"]),
-                    one["breaks"], one["launches"], one["products"],
-                    f"{one['moved_by_kernels'] / 1e9:.2f}", f"{one['moved_besides'] / 1e9:.2f}",
-                )  # fmt: skip
+                shared = f"{one['shared'] / 1024:.0f} of {CARDS[card].shared}"
+                keys = ("breaks", "launches", "products")
+                values = [one[key] for key in ("rung", "kernels", "variants")]
+                print_row(card, *values, shared, *[one[key] for key in keys])
     print()
     for (card, rows), one in found.items():
         of_rows = f", {rows} rows" if rows else ""

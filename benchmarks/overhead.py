@@ -3,7 +3,6 @@ Where the seconds go that are not training, from the start of the process to its
 
     uv run benchmarks/overhead.py                    # median of three runs, after one not counted
     uv run benchmarks/overhead.py --cold             # and of runs with an empty compiler cache
-    uv run benchmarks/overhead.py --edits            # what an edit costs that has to be compiled
 
 Whole runs of train.py as it is, with a short budget; a stage ends with the line that follows it.
 The ratio is that of a cold run to a warm one, in turn. The first step counts as training too.
@@ -23,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 from benchmarks.common import (
     ROOT,
     RunError,
-    copy_scripts,
     last_words,
     print_header,
     print_row,
@@ -40,27 +38,6 @@ LAST_STAGE = "report, exit"
 OUTSIDE = "all but training"
 SHOWN = [*STAGES, "evaluation", LAST_STAGE, OUTSIDE]
 SHOWN.remove("later steps, evaluation")  # the budget decides about the steps
-
-GAIN = {  # a module with a parameter, as an agent would add one
-    "        self.down = Linear(hidden, config.n_embd)\n": (
-        "        self.down = Linear(hidden, config.n_embd)\n"
-        "        self.gain = nn.Parameter(torch.empty(hidden))\n"
-    ),
-    "self.down(F.relu(self.up(x)).square())": (
-        "self.down(self.gain.to(x.dtype) * F.relu(self.up(x)).square())"
-    ),
-    "        block.mlp.down.weight.zero_()\n": (
-        "        block.mlp.down.weight.zero_()\n        block.mlp.gain.fill_(1)\n"
-    ),
-}
-EDITS = {  # name: a setting of knobs, texts to replace
-    "nothing": ("", {}),
-    "a learning rate": ("MATRIX_LR=0.05", {}),
-    "an activation": ("", {"F.relu(": "F.silu("}),
-    "a module": ("", GAIN),
-    "a width": ("ASPECT_RATIO=80", {}),
-    "a depth": ("DEPTH=5", {}),
-}
 
 
 def stages(seconds, runs, inductor=None, script=ROOT / "train.py"):
@@ -117,64 +94,37 @@ def print_stages(found):
         print_row(stage, *[f"{value:.1f}" for value in medians], *ratio)
 
 
-def kernels_in(inductor):
-    return len(list(Path(inductor).rglob("*.so"))) + len(list(Path(inductor).rglob("*.cubin")))
-
-
-def print_edits(seconds, folder):
-    """A row per edit, each beside the same compiled code: that of train.py as it is."""
-    inductor = folder / "inductor"
-    stages(seconds, folder / "runs", inductor)
-    print_header("edit", "seconds before training", "all but training", "kernels", "ratio")
-    base = None
-    for name, (setting, replacements) in EDITS.items():
-        code = folder / name.replace(" ", "-")
-        code.mkdir()
-        copy_scripts(code, setting, replacements)
-        before = kernels_in(inductor)
-        found = stages(seconds, folder / "runs", inductor, code / "train.py")
-        start = sum(found[stage] for stage in list(STAGES)[:3])
-        base = base or found[OUTSIDE]
-        print_row(
-            name,
-            f"{start:.1f}",
-            f"{found[OUTSIDE]:.1f}",
-            kernels_in(inductor) - before,
-            f"{found[OUTSIDE] / base:.2f}",
-        )
-
-
 def measure(seconds, rounds, cold, folder):
-    """{side: its runs}. Raises RunError."""
+    """{side: its runs}, and how many libraries a cold run compiles. Raises RunError."""
     runs = folder / "runs"
     stages(seconds, runs)  # compiles
     found = {"cold": [], "warm": []} if cold else {"warm": []}
+    compiled = 0
     for _ in range(rounds):
         if cold:
             with tempfile.TemporaryDirectory(dir=folder) as inductor:
                 found["cold"].append(stages(seconds, runs, inductor))
+                files = [path.suffix for path in Path(inductor).rglob("*")]
+                compiled = files.count(".so") + files.count(".cubin")
         found["warm"].append(stages(seconds, runs))
-    return found
+    return found, compiled
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--seconds", type=float, default=10, help="budget of a run (10)")
     parser.add_argument("--rounds", type=int, default=3)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--edits", action="store_true", help="of train.py, of several kinds")
-    what.add_argument("--cold", action="store_true", help="with an empty compiler cache too")
+    parser.add_argument("--cold", action="store_true", help="with an empty compiler cache too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if args.edits:
-                print_edits(args.seconds, Path(folder))
-                return
-            found = measure(args.seconds, args.rounds, args.cold, Path(folder))
+            found, compiled = measure(args.seconds, args.rounds, args.cold, Path(folder))
         except RunError as failure:
             raise SystemExit(f"error: {failure}") from None
     print(f"median of {args.rounds}, budget {args.seconds:g} s\n")
     print_stages(found)
+    if args.cold:
+        print(f"\na cold run compiles {compiled} libraries")
 
 
 if __name__ == "__main__":

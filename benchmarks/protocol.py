@@ -1,8 +1,7 @@
 """
 What a rule for keeping changes is worth: nights of research, simulated.
 
-    uv run benchmarks/protocol.py           # the table, a minute
-    uv run benchmarks/protocol.py --search  # other constants for program.md, two minutes
+    uv run benchmarks/protocol.py    # a minute
 
 A change has a true effect on val_bpb, which nobody sees; a run shows the truth plus noise. The
 effects are a fit of the one long night that the reference has published: 125 scored runs, 22 keeps,
@@ -198,12 +197,6 @@ RULES = {
     "without discards together": Rule(ideas=NEVER),
     "oracle": None,
 }
-SEARCH = {
-    "discards": (5, 10, 20),
-    "speed": (0.05, 0.1, 0.2),
-    "ideas": (5, 10, 15, 20),
-    "together": (2, 4, 6, 8),
-}
 
 
 def true_gain(rule, night, number):
@@ -241,15 +234,7 @@ def print_rules(rules, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--nights", type=int, default=4000, help="of each kind")
-    parser.add_argument("--search", action="store_true")
     args = parser.parse_args()
-    if args.search:
-        rules = {"program.md": Rule(), "reference": REFERENCE}
-        for constant, values in SEARCH.items():
-            for value in values:
-                rules[f"{constant} {value}"] = replace(Rule(), **{constant: value})
-        print_rules(rules, args.nights)
-        return
     ratios = print_rules(RULES, args.nights)["program.md"]
     print("\nprogram.md / reference:", *(f"{ratio:.3f}" for ratio in ratios))
 

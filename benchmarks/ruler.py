@@ -74,7 +74,8 @@ def packing_ways(count):
 def metric_ways(count):
     """The same of the metric, over `count` random rows."""
     T = prepare.MAX_SEQ_LEN
-    subject = build(train)
+    with torch.enable_grad():  # for the warm-up
+        subject = build(train)
     model = train.for_evaluation(subject.model, subject.compiled_model).eval()
     size = prepare.largest_divisor(count, prepare.EVAL_BATCH)
     rng = np.random.default_rng(0)
@@ -151,9 +152,7 @@ def main():
     packing, same = packing_ways(args.rows)
     print(f"{prepare.DEVICE_NAME}, {args.rows} rows, median of {args.rounds}\n")
     print_ways("packing, one thread", packing, args.rounds)
-    with torch.enable_grad():  # for the warm-up
-        metric = metric_ways(args.rows)
-    print_ways("metric", metric, args.rounds)
+    print_ways("metric", metric_ways(args.rows), args.rounds)
     with tempfile.TemporaryDirectory() as folder:
         print_ways("tokenisation", tokenisation_ways(Path(folder)), args.rounds)
     print(f"rows identical to the scan's: {'yes' if same else 'NO'}")

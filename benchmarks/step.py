@@ -1,26 +1,20 @@
 """
-What a training step costs with all levers, without each, and without any.
+Where the time of a training step goes, and how fast each attention back-end is.
 
     uv run benchmarks/step.py                                    # train.py's own settings
     uv run benchmarks/step.py --set DEPTH=6 TOTAL_BATCH_SIZE=8192
-    uv run benchmarks/step.py --variants "as shipped" "without memory kept" --rounds 7
     uv run benchmarks/step.py --memory-gb 12                     # a smaller GPU: how many rows fit
-    uv run benchmarks/step.py --profile                          # where the time of a step goes
     uv run benchmarks/step.py --attention                        # each back-end that loads here
 
-Random tokens, no loader; medians of a step, its forward and backward passes and its update. Each
-variant is a process of its own, the variants in turn; the ratio is the speed beside the first. A
-value after --set is a Python literal. An error of attention is the largest of those of the output
-and of three gradients, |got - want| / |want|, beside sdpa in fp32 on one row; its ratio is the speed
-beside sdpa at the largest window.
+Random tokens; a value after --set is a Python literal. The ratio is a part's share of a step. An
+error of attention is the largest of those of the output and of three gradients, |got - want| /
+|want|, beside sdpa in fp32 on one row; its ratio is the speed beside sdpa at the largest window.
+benchmarks/compare.py --steps compares settings, for example `. .:COMPILE=False`.
 """
 
 import argparse
-import json
 import os
 import re
-import resource
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -28,114 +22,7 @@ from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import (
-    PARTS,
-    RunError,
-    build,
-    import_train,
-    last_words,
-    print_header,
-    print_row,
-    set_knobs,
-    take_step,
-)
-
-LEVERS = {"compile", "bf16", "attention chosen", "memory kept"}  # the last on a CPU
-VARIANTS = {"plain": set(), "as shipped": LEVERS}  # name: the levers it has
-VARIANTS |= {f"without {lever}": LEVERS - {lever} for lever in sorted(LEVERS)}
-
-
-# ---- Variants ----
-def build_with(levers, setting):
-    """The Subject of this train.py with some of the levers."""
-    import torch
-
-    train = import_train()
-    set_knobs(train, setting)
-    if "compile" not in levers:
-        train.COMPILE = False
-    if "attention chosen" not in levers:
-        train.ATTENTION = "sdpa"
-    if "memory kept" not in levers:
-        sys.modules["prepare"].keep_memory = lambda: None
-    return build(train, None if "bf16" in levers else torch.float32)
-
-
-def measure(levers, setting, steps, memory_gb=None):
-    """A dictionary of what was measured, milliseconds and more."""
-    import torch
-
-    if memory_gb:
-        total = torch.cuda.get_device_properties(0).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gb / total))
-    subject = build_with(levers, setting)
-    train = subject.train
-    prepare = sys.modules["prepare"]
-    taken = zip(*(take_step(subject) for _ in range(steps)), strict=True)
-    milliseconds = [1000 * median(seconds) for seconds in taken]
-    speed = 1000 * train.TOTAL_BATCH_SIZE / milliseconds[0]
-    peak = 1e12 * train.PEAK_TFLOPS.get(prepare.DEVICE_NAME, 0)
-    memory = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if subject.device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated()
-    return {
-        "milliseconds": milliseconds,  # in the order of PARTS
-        "tokens_per_second": speed,
-        "mfu": 100 * subject.model.flops_per_token() * speed / peak if peak else None,
-        "peak_mb": memory / 2**20,
-        "attention": subject.attention,
-        "shape": f"{prepare.DEVICE_NAME}, depth {train.DEPTH}, width "
-        f"{subject.model.config.n_embd}, {train.TOTAL_BATCH_SIZE} tokens per step, "
-        f"{subject.rows} rows at a time",
-    }
-
-
-def measure_in_a_process(variant, args):
-    """What `measure` returns. Raises RunError."""
-    command = [sys.executable, __file__, "--variant", variant, "--steps", str(args.steps)]
-    if args.memory_gb:
-        command += ["--memory-gb", str(args.memory_gb)]
-    command += ["--set", *args.set]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(last_words(done.stdout + done.stderr))
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def print_variants(args):
-    """A row per variant: of its rounds the one in the middle."""
-    found = {variant: [] for variant in args.variants}
-    failed = {}
-    for _ in range(args.rounds):
-        for variant in args.variants:
-            try:
-                found[variant].append(measure_in_a_process(variant, args))
-            except RunError as failure:
-                failed[variant] = failure
-    columns = ("ms", *PARTS[1:], "tokens/s", "ratio", "MFU %", "peak MB", "attention")
-    print_header("variant", *columns)
-    base = None
-    for variant, results in found.items():
-        if variant in failed:
-            print_row(variant, failed[variant], *[""] * (len(columns) - 1))
-            continue
-        results.sort(key=lambda result: result["tokens_per_second"])
-        middle = results[len(results) // 2]
-        speed = middle["tokens_per_second"]
-        base = base or speed
-        print_row(
-            variant,
-            *[f"{value:.0f}" for value in middle["milliseconds"]],
-            f"{speed:.0f}",
-            f"{speed / base:.2f}",
-            f"{middle['mfu']:.1f}" if middle["mfu"] else "n/a",
-            f"{middle['peak_mb']:.0f}",
-            middle["attention"],
-        )
-    if base is None:
-        raise SystemExit(1)
-    print(f"\n{middle['shape']}, median of {args.steps} steps, of {args.rounds} processes")
-
+from benchmarks.common import build, import_train, print_header, print_row, set_knobs, take_step
 
 # ---- Where the time goes ----
 # Names of kernels and operators, of CPU and GPU. In the two passes every batched product is one of
@@ -220,11 +107,21 @@ def loader_milliseconds(subject):
 def print_profile(args):
     # Names the kernels of a CPU; they are compiled anew for it.
     os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
-    subject = build_with(LEVERS, args.set)
+    import torch
+
+    if args.memory_gb:
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb / total))
+    train = import_train()
+    set_knobs(train, args.set)
+    subject = build(train)
     seconds = median(take_step(subject)[0] for _ in range(args.steps))
-    speed = subject.train.TOTAL_BATCH_SIZE / seconds
-    dtype = subject.train.choose_dtype(subject.device)
+    speed = train.TOTAL_BATCH_SIZE / seconds
+    dtype = train.choose_dtype(subject.device)
     peak = measured_peak(subject.device, dtype)
+    memory = ""
+    if subject.device.type == "cuda":
+        memory = f", {torch.cuda.max_memory_allocated() / 2**20:.0f} MB"
     parts = where_time_goes(subject, args.steps)
     parts["loader"] = loader_milliseconds(subject)
     whole = sum(parts.values())
@@ -233,9 +130,10 @@ def print_profile(args):
         print_row(name, f"{milliseconds:.1f}", f"{milliseconds / whole:.3f}")
     used = subject.model.flops_per_token() * speed
     print(
-        f"\nwithout the profiler {1000 * seconds:.0f} ms per step, {speed:.0f} tokens/s: "
-        f"{used / 1e9:.0f} GFLOP/s by the model's count, {used / peak:.3f} of what a large product "
-        f"of {str(dtype).removeprefix('torch.')} does here, {peak / 1e9:.0f} GFLOP/s"
+        f"\n{sys.modules['prepare'].DEVICE_NAME}, attention {subject.attention}, {subject.rows} rows "
+        f"at a time{memory}; without the profiler {1000 * seconds:.0f} ms per step, {speed:.0f} "
+        f"tokens/s: {used / 1e9:.0f} GFLOP/s by the model's count, {used / peak:.3f} of what a large "
+        f"product of {str(dtype).removeprefix('torch.')} does here, {peak / 1e9:.0f} GFLOP/s"
     )
 
 
@@ -314,21 +212,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=1, help="processes per variant (1)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--memory-gb", type=float, help="limit of GPU memory")
-    parser.add_argument("--profile", action="store_true", help="where the time of a step goes")
     parser.add_argument("--attention", action="store_true", help="speed and error of back-ends")
-    parser.add_argument("--variant", choices=VARIANTS, help="measure one here and print JSON")
     args = parser.parse_args()
-    if args.variant:
-        print(json.dumps(measure(VARIANTS[args.variant], args.set, args.steps, args.memory_gb)))
-    elif args.profile:
-        print_profile(args)
-    elif args.attention:
+    if args.attention:
         print_attention(args)
     else:
-        print_variants(args)
+        print_profile(args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-Settings of the knobs one after another, best first: how the small profile's values were found.
+Settings of the knobs one after another: how the small profile's values were found.
 
     uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048 DEVICE_BATCH_SIZE=4"
     uv run benchmarks/sweep.py --seconds 300 --seeds 42 43 "" "WINDOW_PATTERN='SSSL'"
@@ -94,13 +94,8 @@ def run(job, seconds, steps, jobs):
             return failure
 
 
-def print_record(record):
-    print_row(*[f"{record[key]:{form}}" for key, form in COLUMNS.items()])
-
-
 def print_sweep(args):
     jobs = [(argument, seed) for argument in args.settings for seed in args.seeds]
-    records = []
     base = {}  # val_bpb of the first setting, by seed
     print_header(*COLUMNS)
     with ThreadPool(args.jobs) as pool:
@@ -114,12 +109,7 @@ def print_sweep(args):
                 base[seed] = record["val_bpb"]
             record["ratio"] = record["val_bpb"] / base.get(seed, math.nan)
             record["setting"] = shown
-            records.append(record)
-            print_record(record)
-    print("\nbest first\n")
-    print_header(*COLUMNS)
-    for record in sorted(records, key=lambda record: record["val_bpb"]):
-        print_record(record)
+            print_row(*[f"{record[key]:{form}}" for key, form in COLUMNS.items()])
 
 
 # ---- Random search ----

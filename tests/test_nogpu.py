@@ -25,5 +25,3 @@ def test_a_step_on_a_card_that_is_not_there():
     assert found["errors"] == [] and found["breaks"] == 0
     assert found["peak"] == pytest.approx(PEAK, rel=0.01)
     assert found["launches"] > 50 and found["products"] > 20
-    logits = 8 * 2048 * 8192 * 2  # bytes; forward and in both products of the backward pass
-    assert found["moved_besides"] > 2 * 3 * logits and found["moved_by_kernels"] > 2 * 2 * logits
