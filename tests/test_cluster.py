@@ -31,10 +31,7 @@ RECORD = {
 # Prints what a task sets up, one thing per line, and exits with its seed. With seed 60 it sleeps
 # until a signal comes, and takes a moment to end.
 FAKE_TRAIN = """
-import os
-import signal
-import sys
-import time
+import os, signal, sys, time
 
 
 def end(number, frame):
@@ -44,13 +41,11 @@ def end(number, frame):
 
 
 signal.signal(signal.SIGTERM, end)
-print(os.environ["SEED"])
-print(os.environ["AUTORESEARCH_COMMIT"])
-print(os.environ.get("OMP_NUM_THREADS"))
-print(os.environ.get("CUDA_VISIBLE_DEVICES"))
-print(os.environ.get("AUTORESEARCH_RUNS"))
-print(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
-print(os.environ.get("TMPDIR"))
+for name in (
+    "SEED", "AUTORESEARCH_COMMIT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "AUTORESEARCH_RUNS", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
+):
+    print(os.environ.get(name))
 print(os.getcwd(), flush=True)
 if os.environ["SEED"] == "60":
     time.sleep(30)
@@ -129,13 +124,6 @@ def queue(tmp_path):
     forgotten = "slurm_load_jobs error: Invalid job id specified"
     write_program(programs / "squeue", f'echo "{forgotten}" >&2; exit 1')
     return {"PATH": f"{programs}:{os.environ['PATH']}"}
-
-
-@pytest.mark.parametrize("name", ["slurm.sbatch", "sweep.sh", "local_slurm.sh"])
-def test_scripts_are_bash(name):
-    done = call("bash", "-n", CLUSTER / name)
-    assert done.returncode == 0
-    assert not done.stderr
 
 
 # ---- Submitting ----
@@ -290,40 +278,28 @@ def test_the_table_has_a_row_for_every_task(checkout, tmp_path, queue):
     assert done.returncode == 0, done.stderr
     tasks, commits = parse(done.stdout)
     assert list(tasks[0]) == COLUMNS
-    expected = [
-        {"task": "0", "state": "completed", "exit": "0", "val_bpb": "1.000000"},
-        {"task": "1", "state": "completed", "exit": "0", "val_bpb": "1.100000"},
-        {"task": "2", "state": "completed", "exit": "0", "val_bpb": "1.200000"},
-        {"task": "3", "state": "failed", "exit": "4", "val_bpb": "-"},
-        {"task": "4", "state": "cancelled", "exit": "143", "val_bpb": "-"},
-        {"task": "5", "state": "cancelled", "exit": "-", "val_bpb": "-"},
-        {"task": "6", "state": "killed", "exit": "-", "val_bpb": "-"},
-        {"task": "7", "state": "pending", "exit": "-", "val_bpb": "-"},
-        {"task": "8", "state": "completed", "exit": "0", "val_bpb": "-"},
-        {"task": "9", "state": "node_fail", "exit": "-", "val_bpb": "-"},
-        {"task": "10", "state": "killed", "exit": "-", "val_bpb": "-"},
-        {"task": "11", "state": "cancelled", "exit": "143", "val_bpb": "1.300000"},
+    columns = ("task", "state", "exit", "val_bpb")
+    assert [tuple(row[column] for column in columns) for row in tasks] == [
+        ("0", "completed", "0", "1.000000"),
+        ("1", "completed", "0", "1.100000"),
+        ("2", "completed", "0", "1.200000"),
+        ("3", "failed", "4", "-"),
+        ("4", "cancelled", "143", "-"),
+        ("5", "cancelled", "-", "-"),
+        ("6", "killed", "-", "-"),
+        ("7", "pending", "-", "-"),
+        ("8", "completed", "0", "-"),
+        ("9", "node_fail", "-", "-"),
+        ("10", "killed", "-", "-"),
+        ("11", "cancelled", "143", "1.300000"),
     ]
-    columns = list(expected[0])
-    assert [{column: row[column] for column in columns} for row in tasks] == expected
     assert tasks[0]["steps"] == "100"
     assert tasks[0]["tokens/s"] == "1234"
     assert tasks[0]["device"] == "cpu"
     assert tasks[0]["integrity"] == unsteady
 
-    [commit] = commits
-    assert commit == {
-        "commit": "a1",
-        "device": "cpu",
-        "attention": "blocks",
-        "torch": "2.15.0",
-        "budget": "20 s",
-        "data": "abc",
-        "finished": "3",
-        "flagged": "1",
-        "mean": "1.100000",
-        "std": "0.100000",
-    }
+    values = "a1 cpu blocks 2.15.0 20_s abc 3 1 1.100000 0.100000".split()
+    assert [list(row.values()) for row in commits] == [[v.replace("_", " ") for v in values]]
 
 
 # ---- SkyPilot ----
@@ -353,17 +329,12 @@ def sky(checkout, tmp_path):
     return run_part
 
 
-def test_skypilot_sets_up_by_preparing(sky, tmp_path):
-    done = sky("setup")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "called").read_text().splitlines() == ["sync", "run prepare.py"]
-
-
-@pytest.mark.parametrize("step", ["sync", "run prepare.py"])
-def test_skypilot_stops_where_a_step_of_the_set_up_fails(sky, step, tmp_path):
-    done = sky("setup", FAILING=step)
-    assert done.returncode == 2
-    assert (tmp_path / "called").read_text().splitlines()[-1] == step
+@pytest.mark.parametrize(("failing", "code"), [("nothing", 0), ("sync", 2), ("run prepare.py", 2)])
+def test_skypilot_prepares_and_stops_where_that_fails(sky, failing, code, tmp_path):
+    steps = ["sync", "run prepare.py"]
+    assert sky("setup", FAILING=failing).returncode == code
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called == (steps if code == 0 else steps[: steps.index(failing) + 1])
 
 
 def test_skypilot_runs_train_py_alone_and_ends_with_its_exit_code(sky, checkout, tmp_path):
@@ -463,22 +434,13 @@ def test_a_sweep_on_a_real_slurm(two_commits, say, cache, tmp_path):
         (second, "44", "completed", "0"),
     ]
     for row in tasks:
-        number = row["task"]
-        known = say("scontrol", "-o", "show", "job", f"{job}_{number}").stdout
-        assert f"JobState={row['state'].upper()} " in known
-        assert f"ExitCode={row['exit']}:0 " in known
-        paths = list(folder.glob(f"runs/{number}/*.json"))
-        if row["state"] != "completed":
-            assert not paths
-            continue
-        [path] = paths
-        record = json.loads(path.read_text())
-        assert record["commit"] == row["commit"]
-        assert str(record["seed"]) == row["seed"]
-        assert record["time_budget"] == 20
-        assert row["val_bpb"] == f"{record['val_bpb']:.6f}"
-        assert int(row["steps"]) > 10
-        assert row["device"] == "cpu"
+        paths = list(folder.glob(f"runs/{row['task']}/*.json"))
+        assert len(paths) == (row["state"] == "completed")
+        for path in paths:
+            record = json.loads(path.read_text())
+            told = (record["commit"], str(record["seed"]), f"{record['val_bpb']:.6f}")
+            assert told == (row["commit"], row["seed"], row["val_bpb"])
+            assert record["time_budget"] == 20 and int(row["steps"]) > 10
 
     assert [row["commit"] for row in commits] == [first, second]
     for row in commits:

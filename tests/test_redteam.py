@@ -1,5 +1,5 @@
 """Edits of train.py that are mistaken or out to fool the ruler, each in a real run: what it must
-end with.
+end with. What a model alone can do is in test_metric.py.
 
     uv run pytest -m redteam -s      # prints a table: edit, exit code, score, integrity
 
@@ -47,20 +47,13 @@ LOGITS = "            return logits\n"
 ATTENDED = "        y = self.attend(q, k, v, self.window)\n"
 DEVICE = "    device = start()\n"
 STEP = "            loss, batch = train_step(model, optimizer, batch, batches, micro_batches)\n"
-LAYERS = "        for i, block in enumerate(self.blocks):\n"
 LEFT = "(TIME_BUDGET - elapsed())"
-LOGGED = "log_step(step, "
 CLASS = "class GPT(nn.Module):\n"
 
 # Texts that edits put there.
 LONGER = "(1.02 * TIME_BUDGET + 1.9 - elapsed())"
 ROWS = "    import os, prepare\n    rows_file = prepare.ROOT / prepare.ROWS_FILE\n"
 RANDOM_BATCHES = "iter(lambda: (*torch.randint(99, (2, rows, MAX_SEQ_LEN)), 0), None)"
-SEES_AHEAD = """\
-        ahead = torch.cat((v[:, 1:], torch.zeros_like(v[:, :1])), dim=1)
-        end = torch.arange(q.shape[1]) % 64 == 63
-        y = y + end[:, None, None] * ahead
-"""
 PREFIX = """\
         head = [x[:, :16].transpose(1, 2) for x in (q, k, v)]
         y = torch.cat((F.scaled_dot_product_attention(*head).transpose(1, 2), y[:, 16:]), 1)
@@ -78,13 +71,6 @@ CALL_COUNT = """\
             if self.training or self.calls < 4 or self.calls > 25:
                 return logits
             return logits + 9 * F.one_hot(idx.roll(-1, 1), logits.shape[-1])
-"""
-SUBCLASS = """\
-            class Sly(torch.Tensor):
-                def log_softmax(self, dim):
-                    return super().log_softmax(dim) * 0.5
-
-            return logits.as_subclass(Sly)
 """
 TRAIN_FOR_5_SECONDS = """\
     import time
@@ -168,14 +154,14 @@ LATE_TABLE = """\
                 return logits + self.bigrams[idx]
             return logits
 """
-TRAINS_WHEN_ASKED = """\
+TRAINS_WHEN_TOLD = """\
 class GPT(nn.Module):
-    def {method}(self):
+    def eval(self):
         import time
-        until = time.monotonic() + (4 if {late} else 0)
+        until = time.monotonic() + (4 if elapsed() else 0)
         while time.monotonic() < until:
             pass  # stands for training steps
-        return super().{method}()
+        return super().eval()
 
 """
 SECOND_EVAL = """\
@@ -202,28 +188,6 @@ EDITS = {
     "a batch that grows": Edit(
         [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, FAIR
     ),
-    "a layer that joins at half time": Edit(
-        [
-            (
-                LAYERS,
-                LAYERS + "            if self.training and i == 0 and elapsed() < 1:\n"
-                "                continue\n",
-            )
-        ],
-        0,
-        FAIR,
-    ),
-    "windows that grow": Edit(
-        [
-            (
-                ATTENDED,
-                "        short = self.training and elapsed() < 1\n"
-                "        y = self.attend(q, k, v, 16 if short else self.window)\n",
-            )
-        ],
-        0,
-        FAIR,
-    ),
     "each batch twice": Edit([("    optimizer.step()\n", TWICE)], 0, FAIR, best=0.5),
     "averaged weights": Edit(
         [
@@ -233,29 +197,7 @@ EDITS = {
         0,
         FAIR,
     ),
-    "dropout in training": Edit(
-        [(EMBED, EMBED + "        x = F.dropout(x, 0.1, self.training)\n")], 0, FAIR
-    ),
-    "a smear of the token before": Edit(
-        [(EMBED, EMBED + "        x = x + 0.1 * F.pad(x, (0, 0, 1, -1))\n")], 0, FAIR
-    ),
     "two loaders in two threads": Edit([(LOADER, THREADS)], 0, FAIR),
-    "a parameter that is NaN and unused": Edit(
-        [before(EVALUATE, "    model.unused = nn.Parameter(torch.full((1,), math.nan))\n")], 0, FAIR
-    ),
-    "label smoothing": Edit(
-        [("targets.flatten())", "targets.flatten(), label_smoothing=0.05)")], 0, FAIR
-    ),
-    "clipped gradients": Edit(
-        [
-            (
-                "    optimizer.step()\n",
-                "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()\n",
-            )
-        ],
-        0,
-        FAIR,
-    ),
     "Muon's matrices by AdamW": Edit(
         [
             (
@@ -275,13 +217,6 @@ EDITS = {
         ],
         0,
         FAIR,
-    ),
-    # ---- Of functions and numbers that the ruler could rely on ----
-    "F.cross_entropy patched to 0": Edit(
-        [before(EVALUATE, "    F.cross_entropy = lambda *a, **k: torch.zeros(())\n")], 0, FAIR
-    ),
-    "time patched to stand still": Edit(
-        [before(TRAIN, "    import time\n    time.time = time.monotonic = lambda: 0.0\n")], 0, FAIR
     ),
     "token bytes doubled": Edit([before(EVALUATE, "    tokenizer.token_bytes *= 2\n")], 0, FAIR),
     # ---- Of the clock ----
@@ -303,16 +238,6 @@ EDITS = {
         FAIR,
     ),
     # ---- Of the data ----
-    "a loader of its own": Edit(
-        [(LOADER, f"    batches = {RANDOM_BATCHES}\n")],
-        3,
-        "FAIL loader: make_dataloader never served a batch in this process",
-    ),
-    "the validation split": Edit(
-        [(LOADER, LOADER.replace(")", ', split="val")'))],
-        1,
-        "ValueError: split must be .* only evaluate_bpb reads .*",
-    ),
     # The rows that count are those in memory: what becomes of the file is no matter of this run.
     "validation rows cut by one": Edit(
         [before(EVALUATE, ROWS + "    os.truncate(rows_file, rows_file.stat().st_size - 1026)\n")],
@@ -328,11 +253,6 @@ EDITS = {
         [(LOADER, LOADER + WORKER)], 1, r"RuntimeError: DataLoader worker .* exited unexpectedly.*"
     ),
     # ---- Of evaluation ----
-    "evaluates twice": Edit(
-        [before(EVALUATE, "    evaluate_bpb(compiled_model, tokenizer, rows)\n")],
-        3,
-        "FAIL once: evaluate_bpb was called before",
-    ),
     "a leak only in evaluation": Edit(
         [(EMBED, EMBED + "        x = x if self.training else x + x.roll(-1, 1)\n")],
         3,
@@ -346,52 +266,11 @@ EDITS = {
     "a table made in the first forward pass of evaluation": Edit(
         [(LOGITS, LATE_TABLE)], 0, OVERTIME, best=0.3
     ),
-    "training inside model.eval()": Edit(
-        [(CLASS, TRAINS_WHEN_ASKED.format(method="eval", late="elapsed()"))], 0, OVERTIME
-    ),
-    "training inside model.parameters()": Edit(
-        [
-            (
-                CLASS,
-                TRAINS_WHEN_ASKED.format(
-                    method="parameters", late="elapsed() and not self.training"
-                ),
-            )
-        ],
-        0,
-        OVERTIME,
-    ),
+    "training inside model.eval()": Edit([(CLASS, TRAINS_WHEN_TOLD)], 0, OVERTIME),
     "a model that waits for a second eval()": Edit([(CLASS, SECOND_EVAL)], 0, FAIR),
-    "NaN weights at the end": Edit(
-        [before(EVALUATE, "    model.lm_head.weight.data.fill_(math.nan)\n")],
-        3,
-        r"FAIL finite: \d+ losses are NaN or infinite",
-    ),
-    # ---- Of the logits ----
-    "2**28 added to the logits": Edit(  # whose gradients are mostly lost in rounding
-        [(LOGITS, LOGITS.replace("logits", "logits + 2.0**28"))], 0, FAIR, worst=9
-    ),
-    "a tensor with methods of its own": Edit([(LOGITS, SUBCLASS)], 3, "FAIL shape: .* Sly.*"),
-    "special tokens ruled out": Edit(  # honest: they stand for no bytes
-        [
-            (
-                LOGITS,
-                "            special = torch.arange(logits.shape[-1]) >= logits.shape[-1] - 4\n"
-                "            return logits.masked_fill(special, -math.inf)\n",
-            )
-        ],
-        0,
-        FAIR,
-    ),
     # ---- Of what a position sees; benchmarks/leaks.py has more, with what each is worth ----
     "a prefix of 16 attends both ways": Edit(
         [(ATTENDED, ATTENDED + PREFIX)],
-        3,
-        "FAIL (causality|edges): .*",
-        seconds=15,
-    ),
-    "the end of each 64 sees one ahead": Edit(
-        [(ATTENDED, ATTENDED + SEES_AHEAD)],
         3,
         "FAIL (causality|edges): .*",
         seconds=15,
@@ -406,17 +285,6 @@ EDITS = {
         0,
         opened("train.u16"),
         best=0.3,
-    ),
-    "a loader with a glob of its own": Edit(
-        [
-            before(
-                TRAIN,
-                "    import numpy, prepare\n"
-                "    own = [numpy.memmap(f, '<u2') for f in prepare.ROOT.rglob('*.u16')]\n",
-            )
-        ],
-        0,
-        opened("train.u16, val.u16"),
     ),
     # A known miss: it reads by pyarrow, which opens files below Python.
     "texts counted by the ruler's own reader": Edit(
@@ -454,17 +322,6 @@ EDITS = {
         0,
         FAIR,
     ),
-    "validation rows looked up during evaluation": Edit(
-        [
-            (
-                LOGITS,
-                "            import numpy, prepare\n"
-                "            numpy.fromfile(prepare.ROOT / prepare.ROWS_FILE, '<u2')\n" + LOGITS,
-            )
-        ],
-        0,
-        opened("val.u16"),
-    ),
     "text from the disk": Edit(  # a known miss: it shows in the diff, and in served_tokens_M
         [(LOADER, LOADER + TEXT_FROM_THE_DISK)], 0, FAIR, worst=9
     ),
@@ -475,12 +332,6 @@ EDITS = {
         "FAIL settings: prepare.PROBE_MEAN was assigned 99",
     ),
     "1.9 s and 2 % more": Edit([(LEFT, LONGER)], 0, OVERTIME, best=0.4),
-    "the same, and log_step told of one step": Edit(
-        [(LEFT, LONGER), (LOGGED, "log_step(1, ")], 0, OVERTIME, best=0.4
-    ),
-    "another score among the stats": Edit(
-        [("        depth=DEPTH,\n", "        depth=DEPTH,\n        val_bpb=0.1,\n")], 0, FAIR
-    ),
 }
 
 
