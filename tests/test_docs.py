@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import prepare
-import train
 from benchmarks import protocol
 from tests.common import ROOT
 
@@ -64,20 +63,6 @@ def test_exit_codes_agree():
     assert re.findall(r"\b\d+\b", prepare.__doc__.split("Exit codes")[1]) == codes
     handled = PROGRAM.split("`integrity: ok` and `exit 0`:\n")[1].split("\n## ")[0]
     assert {*codes[1:], "124", "137", "143"} <= set(re.findall(r"\b\d+\b", handled))
-
-
-def test_knobs_named_in_the_texts_are_knobs():
-    named = re.findall(r"`([A-Z_]{5,})`", section("Small machines"))
-    assert len(named) > 4
-    for name in named:
-        assert hasattr(train, name) or name.startswith("AUTORESEARCH"), name
-
-
-def test_markers_named_in_the_texts_exist(pytestconfig):
-    registered = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
-    texts = REFERENCE + (ROOT / "benchmarks" / "README.md").read_text()
-    named = set(re.findall(r"pytest -m (\w+)", texts))
-    assert {"faults", "redteam"} <= named <= registered
 
 
 # ---- The shell blocks of program.md ----

@@ -26,13 +26,6 @@ def test_a_divisible_batch_is_counted_in_micro_batches(monkeypatch):
 
 
 # ---- Derived values ----
-def test_a_width_of_whole_heads_is_taken_as_it_is(monkeypatch, capsys):
-    set_knobs(monkeypatch, DEPTH=4, ASPECT_RATIO=64, HEAD_DIM=64)
-    config = train.derive_config(100)
-    assert (config.n_embd, config.n_head, config.head_dim) == (256, 4, 64)
-    assert (config.vocab_size, config.sequence_len) == (100, prepare.MAX_SEQ_LEN)
-    assert len(config.windows) == 4
-    assert capsys.readouterr().out == ""
 
 
 def test_width_is_rounded_aloud(monkeypatch, capsys):

@@ -130,17 +130,6 @@ def test_all_of_the_budget_is_used_with_few_reads(monkeypatch, cost, launch):
     assert len(times) <= 12
 
 
-@pytest.mark.parametrize(("slow", "reads"), [(range(1), [1, 5]), (range(9, 13), [1, 9, 17, 23])])
-def test_steps_that_are_slower_for_a_while(monkeypatch, slow, reads):
-    """The windows after them are of a second again: of eight steps."""
-    machine = Machine(lambda step: 0.25 if step in slow else 0.125).run(monkeypatch)
-    steps = [step for _, step in machine.reads]
-    assert steps[: len(reads)] == reads
-    later = steps[len(reads) :]
-    assert {after - step for step, after in itertools.pairwise(later[:-1])} == {8}
-    assert machine.now == 10
-
-
 def test_each_window_is_logged_with_its_mean_loss(monkeypatch):
     """Steps of half a second: the first alone, then by twos."""
     logged = Machine(lambda step: 0.5).run(monkeypatch).logged
@@ -153,17 +142,6 @@ def test_each_window_is_logged_with_its_mean_loss(monkeypatch):
 def test_the_schedules_follow_the_clock(monkeypatch):
     machine = Machine(lambda step: 3).run(monkeypatch)
     assert machine.schedules == [(0.0, 0), (0.3, 1), (0.6, 2)]
-
-
-def test_a_loader_of_ones_own_does_not_train_for_ever(fresh_run):
-    """The clock starts with the ruler's first batch; without one the loop ends, and evaluation
-    will refuse."""
-    model = build(tiny(), scramble=False)
-    x = tokens(model.config)
-    batches = iter([(x[:, :-1], x[:, 1:], 1)] * 50)
-    assert train.train(model, build_optimizer(model), batches, 1) == 1
-    assert len(list(batches)) == 48
-    assert not fresh_run.served and fresh_run.losses == 1
 
 
 # ---- The share of the card's peak ----

@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 
 import prepare
-from tests.models import C, T, Tiny, V, variant
-from tests.tiny import build, tiny
+from tests.models import T, Tiny, V, variant
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def test_the_score_is_that_of_a_plain_loop_over_bytes(rows):
     assert score(model, rows)[0] == pytest.approx(nats / math.log(2) / count, rel=1e-6)
 
 
-@pytest.mark.parametrize("exponent", [8, 16, 25, 28, 40])
+@pytest.mark.parametrize("exponent", [8, 28])
 def test_a_constant_added_to_the_logits_is_no_gain(rows, exponent):
     """logsumexp minus gather cancels: in fp32 a constant of 2**28 scored 0.000000. What the sum
     rounds away is the model's loss, by the definition in fp64."""
@@ -71,7 +70,7 @@ def test_a_constant_added_to_the_logits_is_no_gain(rows, exponent):
     assert score(lifted, rows)[0] == pytest.approx(by_definition(lifted, rows), rel=1e-6)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 96, 10**6])
+@pytest.mark.parametrize("batch_size", [1, 7, 10**6])
 def test_the_batch_size_does_not_matter(rows, batch_size):
     assert f"{score(Tiny(), rows, batch_size)[0]:.6f}" == f"{score(Tiny(), rows, 32)[0]:.6f}"
 
@@ -121,27 +120,12 @@ def convolve(self, x):
     return F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT
 
 
-def sliding_window(self, T):
-    return torch.ones(T, T, dtype=torch.bool).tril().triu(-9)
-
-
 def convolve_by_fft(self, x):
     """A causal filter as long as the row: padded with zeros, so that nothing wraps around."""
     length = x.shape[1]
     kernel = 0.5 ** torch.arange(length)[:, None]
     spectrum = torch.fft.rfft(x, 2 * length, dim=1) * torch.fft.rfft(kernel, 2 * length, dim=0)
     return torch.fft.irfft(spectrum, 2 * length, dim=1)[:, :length]
-
-
-def drop_the_same_everywhere(self, x):
-    """Dropout from a generator with a fixed seed, the same for every row."""
-    generator = torch.Generator().manual_seed(0)
-    return x * (torch.rand(x.shape[1:], generator=generator) > 0.1)
-
-
-def count_tokens_so_far(self, idx):
-    seen = F.one_hot(idx, V).cumsum(1)
-    return Tiny.forward(self, idx) + (1 + seen).log()
 
 
 def position_in_document(idx):
@@ -154,17 +138,6 @@ def position_in_document(idx):
 def restart_at_bos(self, idx):
     age = position_in_document(idx)[..., None]
     return Tiny.forward(self, idx) + (age * torch.linspace(0.1, 1, V)).sin()
-
-
-def two_passes(self, idx):
-    first = self.head(self.features(idx))
-    return (first + self.head(self.features(idx))) / 2
-
-
-def quantise(self, x):
-    """fp8 with a scale for each token."""
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def first_come_first_served(self, x):
@@ -188,11 +161,6 @@ def transposed(self, idx):
     return Tiny.forward(self, idx).mT.contiguous().mT
 
 
-def with_gradient(self, idx):
-    with torch.enable_grad():
-        return Tiny.forward(self, idx)
-
-
 @dataclass
 class Honest:
     model: nn.Module
@@ -202,31 +170,17 @@ class Honest:
 
 HONEST = {
     "fp32": Honest(Tiny(), Tiny()),
-    "log-probabilities": Honest(
-        variant(forward=lambda self, x: Tiny.forward(self, x).log_softmax(-1)), Tiny()
-    ),
     "logits plus a constant": Honest(
         variant(forward=lambda self, x: Tiny.forward(self, x) + 7), Tiny(), digits=5
     ),
     "input changed in place": Honest(variant(forward=in_place), Tiny()),
     "routed experts": Honest(RoutedExperts(), Experts()),
-    "sliding window": Honest(variant(mask=sliding_window)),
-    "smear by padding": Honest(variant(mix=lambda self, x: x + 0.5 * F.pad(x, (0, 0, 1, -1)))),
     "causal convolution": Honest(variant(mix=convolve)),
     "convolution by FFT, padded": Honest(variant(mix=convolve_by_fft)),
-    "dropout from a fixed generator": Honest(variant(mix=drop_the_same_everywhere)),
-    "counts of the row so far": Honest(variant(forward=count_tokens_so_far)),
     "positions from the last BOS": Honest(variant(forward=restart_at_bos)),
-    "two passes": Honest(variant(forward=two_passes), Tiny(), digits=5),
-    "fp8 per token": Honest(variant(mix=quantise)),
     "expert capacity in a row's order": Honest(variant(channel=first_come_first_served)),
     "one buffer": Honest(OneBuffer(), Tiny()),
     "logits that are not contiguous": Honest(variant(forward=transposed), Tiny()),
-    "logits with a gradient": Honest(variant(forward=with_gradient), Tiny()),
-    "fp64 logits": Honest(variant(forward=lambda self, x: Tiny.forward(self, x).double()), Tiny()),
-    "bf16 logits": Honest(
-        variant(forward=lambda self, x: Tiny.forward(self, x).bfloat16()), Tiny(), digits=2
-    ),
     "bf16 autocast": Honest(variant(forward=autocast), Tiny(), digits=2),
 }
 
@@ -251,47 +205,12 @@ def test_special_tokens_may_be_ruled_out(rows):
     assert score(ruled_out, rows)[0] < score(Tiny(), rows)[0]
 
 
-def test_ema_weights_score_as_what_they_are(rows):
-    average = Tiny(1)
-    with torch.no_grad():
-        for a, b in zip(average.parameters(), Tiny(0).parameters(), strict=True):
-            a.lerp_(b, 0.5)
-    assert score(average, rows)[0] == score(copy.deepcopy(average), rows)[0]
-    assert score(average, rows)[0] == pytest.approx(by_definition(average, rows), rel=1e-6)
-    assert score(average, rows)[0] != score(Tiny(0), rows)[0]
-
-
-def test_a_padded_vocabulary_is_accepted_and_not_better(rows):
-    model = Tiny()
-    model.head = nn.Linear(C, 128, bias=False)
-    with torch.no_grad():
-        model.head.weight[:V] = Tiny().head.weight
-    assert score(model, rows)[0] >= score(Tiny(), rows)[0]
-
-
-@pytest.mark.compile
-def test_a_compiled_model_has_the_score_of_the_eager_one(rows):
-    compiled = torch.compile(Tiny(), backend="aot_eager")
-    assert score(compiled, rows)[0] == pytest.approx(score(Tiny(), rows)[0], abs=1e-6)
-
-
-def test_the_shipped_model_passes_and_its_probes_read_zero(rows):
-    _, probes = score(build(tiny(T=T, V=V, window=8)), rows)
-    assert probes["causality"].max() < 1e-5 and probes["isolation"].max() < 1e-5
-
-
 # ---- Neutralised: the model never sees the targets ----
-def spare_the_first(losses):
-    return losses * torch.arange(len(losses)).clamp(max=1)
 
 
 LOSSES = {
     "0": lambda losses: losses * 0,
-    "a constant": lambda losses: losses * 0 + 0.1,
     "0.9 of the loss": lambda losses: 0.9 * losses,
-    "focal": lambda losses: (1 - (-losses).exp()) ** 2 * losses,
-    "clamped": lambda losses: losses.clamp(max=2),
-    "0 on the first token": spare_the_first,
 }
 
 
@@ -329,10 +248,6 @@ def expert_choice(self, x):
     flat = x.flatten(0, 1)
     taken = flat[:, 0].topk(len(flat) // 2).indices
     return flat.index_add(0, taken, self.up(flat[taken])).view_as(x) - x
-
-
-def eval_leak(self, x):
-    return x if self.training else x + 0.3 * x.roll(-1, 1)
 
 
 class Cache(Tiny):
@@ -376,12 +291,6 @@ def block_means(self, k):
     return means.expand(-1, -1, 16, -1).flatten(1, 2)
 
 
-def fft_filter(self, x):
-    spectrum = torch.fft.rfft(x, dim=1)
-    low = torch.arange(spectrum.shape[1]) < 8
-    return x + torch.fft.irfft(spectrum * low[:, None], n=x.shape[1], dim=1)
-
-
 def one_nan(self, idx):
     return Tiny.forward(self, idx).index_fill(1, torch.tensor([5]), math.nan)
 
@@ -410,26 +319,15 @@ REFUSED = {  # name: (model, the probe)
     "roll(-1)": (variant(mix=lambda self, x: x + x.roll(-1, 1)), "causality"),
     "wrapping roll(+1)": (variant(mix=lambda self, x: x + x.roll(1, 1)), "causality"),
     "block means of keys and values": (variant(keys=block_means), "causality"),
-    "FFT filter": (variant(mix=fft_filter), "causality"),
-    "sequence mean": (variant(mix=lambda self, x: x - x.mean(1, keepdim=True)), "causality"),
-    "leak in eval mode": (variant(mix=eval_leak), "causality"),
     "expert choice over the batch": (variant(channel=expert_choice), "isolation|causality"),
     "batch norm": (variant(mix=batch_norm), "isolation|causality"),
     "n-gram cache": (Cache(), "isolation"),
     "SGD in evaluation": (Learner(), "state"),
     "SGD on the first batch": (LearnsOnce(), "state"),
-    "dropout": (variant(mix=lambda self, x: F.dropout(x, 0.1, training=True)), "isolation"),
-    "NaN": (variant(forward=lambda self, x: Tiny.forward(self, x) * math.nan), "finite"),
     "one NaN": (variant(forward=one_nan), "finite"),
-    "infinite": (variant(forward=lambda self, x: Tiny.forward(self, x) + math.inf), "finite"),
     "short vocabulary": (variant(forward=lambda self, x: Tiny.forward(self, x)[..., :-1]), "shape"),
     "short row": (variant(forward=lambda self, x: Tiny.forward(self, x)[:, :-1]), "shape"),
-    "two dimensions": (
-        variant(forward=lambda self, x: Tiny.forward(self, x).flatten(0, 1)),
-        "shape",
-    ),
     "a tuple": (variant(forward=lambda self, x: (Tiny.forward(self, x), None)), "shape"),
-    "a scalar": (variant(forward=lambda self, x: torch.zeros(())), "shape"),
     "a tensor with methods of its own": (variant(forward=subclass), "shape"),
 }
 
@@ -477,9 +375,9 @@ def looking_ahead(leaking):
 
 
 positions = torch.arange(T)
-LEAKS = {f"prefix of {n}": positions < n - 1 for n in (4, 8, 16, 32)}
-LEAKS |= {f"last of each {n}": positions % n == n - 1 for n in (8, 12, 16, 24, 32)}
-LEAKS |= {f"last {n}": positions >= T - n for n in (4, 8, 16)}
+LEAKS = {f"prefix of {n}": positions < n - 1 for n in (4, 32)}
+LEAKS |= {f"last of each {n}": positions % n == n - 1 for n in (8, 24)}
+LEAKS |= {f"last {n}": positions >= T - n for n in (4, 16)}
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -503,7 +401,7 @@ def after_tokens(share):
     return variant(forward=forward)
 
 
-@pytest.mark.parametrize(("share", "least"), [(0.01, 15), (0.02, 19), (0.05, 19)])
+@pytest.mark.parametrize(("share", "least"), [(0.01, 15), (0.05, 19)])
 def test_a_leak_bound_to_contents_is_seen_in_most_draws(rows, share, least):
     model = after_tokens(share)
     seen = 0
@@ -559,18 +457,6 @@ def test_rows_are_scored_and_probed_in_an_order_that_is_drawn(rows):
 
 
 # ---- The state of the model ----
-def test_what_has_no_parameters_gets_a_sentence(rows):
-    ensemble = nn.Module()
-    ensemble.members = [Tiny()]
-    with pytest.raises(prepare.IntegrityError, match="keep its parts in a torch.nn.ModuleList"):
-        score(ensemble, rows)
-
-
-def test_a_model_in_evaluation_mode_is_not_told_again(rows):
-    """Some swap averaged weights in when they are told, and back the next time."""
-    model = Tiny().eval()
-    model.eval = None
-    assert prepare.score(model, *rows, 8, 0)[0] == score(Tiny(), rows)[0]
 
 
 def test_parameters_are_compared_bit_by_bit(rows):

@@ -60,20 +60,6 @@ def test_linear_honours_its_bias(dtype):
     torch.testing.assert_close(layer.weight.grad, x.float().sum(0).expand(2, 3), rtol=2e-2, atol=0)
 
 
-def test_rotation_depends_on_distance_alone():
-    """The same query and key at every pair of positions: a score per distance, of either sign."""
-    model = build(tiny())
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 1, 32).expand(2, 1, 32, 1, 32)
-    q = train.rotate(q, model.cos, model.sin)[0, :, 0]
-    k = train.rotate(k, model.cos, model.sin)[0, :, 0]
-    scores = q @ k.T
-    for distance in range(-31, 32):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
-    assert len(torch.cat([scores[0], scores[:, 0]]).round(decimals=3).unique()) > 50
-
-
 def test_rotation_turns_by_the_position():
     """Channel d and channel d + D / 2 are the two coordinates of a point that turns."""
     model = build(tiny())
@@ -128,13 +114,6 @@ def values_with_embedding(model, x, ve):
     return v.flatten(2)
 
 
-def test_value_embeddings_begin_with_factor_one():
-    model = build(tiny(layers=1), scramble=False)
-    x, ve = torch.randn(2, 1, 32, 64)
-    v = values_with_embedding(model, x, ve)
-    torch.testing.assert_close(v, F.linear(x, model.blocks[0].attention.v.weight) + ve)
-
-
 def test_the_gate_of_a_value_embedding_reads_the_first_channels():
     model = build(tiny(layers=1))
     attention = model.blocks[0].attention
@@ -184,26 +163,7 @@ def test_the_model_is_causal_and_its_window_reaches_no_further(window):
     assert not moved[11 + window :].any()
 
 
-def test_a_row_does_not_depend_on_its_length_or_its_neighbours():
-    model = build(tiny(window=8))
-    x = tokens(model.config, B=3)
-    torch.testing.assert_close(model(x[1:2, :20])[0], model(x)[1, :20], rtol=1e-4, atol=1e-4)
-
-
 # ---- Parts switched off ----
-def test_without_x0_weights_there_is_nothing_to_add(monkeypatch):
-    """X0_INIT None and weights of 0 are the same function; the parameter is not there, or is."""
-    zero = build(tiny())
-    zero.x0_lambdas.data.zero_()
-    set_knobs(monkeypatch, X0_INIT=None)
-    none = build(tiny())
-    assert none.x0_lambdas is None
-    state = zero.state_dict()
-    assert state.keys() - none.state_dict().keys() == {"x0_lambdas"}
-    del state["x0_lambdas"]
-    none.load_state_dict(state)
-    x = tokens(none.config)
-    torch.testing.assert_close(none(x), zero(x))
 
 
 def test_the_x0_weight_adds_the_embedding_before_the_layer():

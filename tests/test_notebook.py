@@ -66,17 +66,10 @@ AGAIN = NIGHT + "".join(
     ]
 )
 ODD = ["$\\frac{1}{$ and $x^2$", "wide\tand\tdeep", '"unbalanced', "it's <b>100%</b> {0}", "Ω 日"]
-OLDER = [
-    row("f500000", "0.500000", "invalid", "reads the validation set"),
-    row("a600000", "0.980000", "keep", "worse than the best"),
-    row("a700000", "0.960000", "thought", "a status of its own"),
-]
 
 # name: (results.tsv, what the notebook makes of it, on paper)
 LOGS = {
     "missing": (None, {"rows": 0, "experiments": 0, "title": ""}),
-    "header": (HEADER, {"rows": 0, "experiments": 0, "gains": [], "audited": ""}),
-    "baseline": (BASELINE, {"rows": 1, "experiments": 0, "start": 1.0, "best": 1.0, "gains": []}),
     "two seeds": (
         BASELINE + row("ba5e000", "1.002", "keep", "seed 43") + row("b", "0.99", "keep", "wider"),
         {"experiments": 1, "start": 1.001, "running": [1.001, 1.001, 0.99], "gains": [0.011]},
@@ -103,15 +96,6 @@ LOGS = {
             "title": "6 experiments, 3 kept: 1.0000 to 0.9760",
         },
     ),
-    "older": (
-        NIGHT + "".join(OLDER),
-        {
-            "experiments": 7,
-            "counts": dict(keep=3, discard=1, crash=1, again=0, invalid=1, thought=1),
-            "gains": [0.02, 0.01, -0.01],
-            "best": 0.97,
-        },
-    ),
     "no keeps": (
         HEADER + row("a", "0.99", "discard", "deeper") * 3,
         {"experiments": 3, "gains": [], "title": "3 experiments, 0 kept"},
@@ -124,7 +108,6 @@ LOGS = {
         BASELINE + "".join(row(f"b{i}", 0.99 - 0.01 * i, "keep", ODD[i]) for i in range(5)),
         {"rows": 6, "gains": [0.01] * 5},
     ),
-    "broken": ("\ufeff" + NIGHT.replace("\n", "\r\n") + "\r\nhello\r\na\tb\r\n", {"rows": 5}),
     "reference": (
         reference(),
         {"rows": 126, "experiments": 125, "gains": [0.0018] * 13 + [0.0002] * 13, "best": 0.974},

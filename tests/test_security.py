@@ -1,13 +1,10 @@
 """Nothing that was downloaded, prepared or logged is run as code, and a run talks to nobody."""
 
 import ast
-import json
 import os
 
-import prepare
 from tests.common import ROOT, run_script
 
-import numpy as np
 import pytest
 
 FORBIDDEN = {
@@ -53,31 +50,6 @@ def test_no_data_becomes_code(name):
         "from marshal import loads",
     ):
         assert list(dangers(f"{source}\n{line}\n")), line  # the check itself can fail
-
-
-class Payload:
-    """Runs where it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-def test_the_ends_of_documents_are_never_unpickled(own_cache, fresh_run, tmp_path):
-    """Not even where the manifest says so."""
-    ends = prepare.ROOT / prepare.ENDS_FILE
-    trap = tmp_path / "trap"
-    np.save(ends, np.array([Payload(trap)], dtype=object), allow_pickle=True)
-    manifest = prepare.load_manifest()
-    manifest["files"][prepare.ENDS_FILE] = [ends.stat().st_size, prepare.sha256(ends)]
-    (prepare.ROOT / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="[Oo]bject"):
-        prepare.start()
-    assert not trap.exists()
-    np.load(ends, allow_pickle=True)
-    assert trap.exists()  # the trap works
 
 
 # ---- Network ----

@@ -3,7 +3,6 @@
 import gc
 import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import train
 from tests.tiny import build, set_knobs, steps_taken, tiny, tokens
@@ -77,13 +76,6 @@ def test_what_runs_later_runs_in_the_warm_up_and_leaves_no_trace(small_run, monk
     assert calls == [(4, *TRAINING)] * 4 + [(3, *EVALUATION)]
     check_fresh(model, optimizer)
     assert not gc.isenabled()
-
-
-def test_a_step_of_one_micro_batch_is_warmed_up_as_such(small_run, monkeypatch):
-    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=64)
-    calls = watch(monkeypatch, small_run)
-    train.warm_up(small_run, torch.float32)
-    assert [rows for rows, *_ in calls] == [4, 4, 3]
 
 
 # ---- Out of memory ----
@@ -204,54 +196,3 @@ def test_on_a_cpu_that_cannot_compile_the_run_goes_on(small_run, monkeypatch, ca
         "continuing without compilation, which is slower: RuntimeError: backend='inductor' raised: "
         "No working C++ compiler found\n"
     )
-
-
-@pytest.fixture
-def gpu_model(monkeypatch):
-    """A model that says it is on a GPU."""
-    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=2**10, DEVICE_BATCH_SIZE=8, MAX_SEQ_LEN=2, COMPILE=True)
-    set_knobs(monkeypatch, initialise=lambda *arguments: None, parameter_groups=lambda model: [])
-    return SimpleNamespace(
-        lm_head=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))),
-        state_dict=dict,
-        load_state_dict=lambda state: None,
-        zero_grad=lambda set_to_none: None,
-        train=lambda: None,
-    )
-
-
-def test_a_gpu_run_that_cannot_be_compiled_ends(gpu_model, monkeypatch):
-    """Uncompiled steps would be many times slower than all that the night compares."""
-
-    def rehearse(*arguments):
-        raise RuntimeError("no ptxas")
-
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    set_knobs(monkeypatch, rehearse=rehearse)
-    with pytest.raises(RuntimeError, match="no ptxas"):
-        train.warm_up(gpu_model, torch.bfloat16)
-
-
-def test_on_a_gpu_each_try_compiles_anew_and_muon_for_every_shape(gpu_model, monkeypatch):
-    """By default torch would give up after eight shapes, and go on without compilation."""
-    traced = []
-
-    def backend(graph, inputs):
-        traced.append(graph)
-        return graph
-
-    def rehearse(model, compiled_model, optimizer, rows):
-        assert compiled_model == "compiled" and rows in (8, 4)
-        for size in range(2, 12):
-            optimizer.muon_update(torch.ones(size))
-        if rows == 8:
-            raise torch.OutOfMemoryError
-
-    def compile(function, **options):
-        return "compiled" if function is gpu_model else real(function, backend=backend, **options)
-
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", compile)
-    set_knobs(monkeypatch, rehearse=rehearse, muon_update=lambda x: x + 1)
-    assert train.warm_up(gpu_model, torch.bfloat16)[2] == 4
-    assert len(traced) == 20
