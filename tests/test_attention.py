@@ -58,23 +58,6 @@ def test_attention_is_a_masked_softmax(monkeypatch, attend, kv_heads, block):
         torch.testing.assert_close(got, want, msg=lambda text, at=window: f"window {at}: {text}")
 
 
-def test_blocks_leave_out_most_keys_that_no_query_sees(monkeypatch):
-    """Of 64 keys a block of 8 queries is multiplied with its own 8 and with the 8 before."""
-    set_knobs(monkeypatch, CPU_QUERY_BLOCK=8)
-    shapes = []
-    softmax = torch.Tensor.softmax
-
-    def watched(scores, dim):
-        shapes.append(scores.shape)
-        return softmax(scores, dim)
-
-    monkeypatch.setattr(torch.Tensor, "softmax", watched)
-    *inputs, _ = draw(64, 2, 2)
-    for window in (8, 9, 64):
-        train.attend_blocks(*inputs, window)
-    assert shapes == [(2, 8, 2, 8, 16), (2, 8, 2, 8, 24), (2, 1, 2, 64, 64)]
-
-
 @pytest.mark.compile
 def test_compiled_blocks_are_the_same(monkeypatch):
     """In one graph; without Inductor, whose C++ takes 20 s when it is new."""

@@ -2,18 +2,14 @@
 same thing."""
 
 import gc
-import itertools
-import json
 import math
 import re
 import sys
-import time
-from pathlib import Path
 
 import prepare
 import train
-from benchmarks import common, compare, overhead, protocol, ruler, step, sweep
-from tests.common import ROOT, edited
+from benchmarks import common, compare, protocol, ruler, step, sweep
+from tests.common import ROOT
 
 import numpy as np
 import pytest
@@ -76,23 +72,6 @@ def test_the_ruler(call, tiny, cache, fresh_run):
     assert output.endswith("identical to the scan's: yes\n")
 
 
-def test_the_ruler_exits_with_1_where_rows_differ(call, tiny, cache, fresh_run, monkeypatch):
-    def backwards(documents, row_len):
-        for row in prepare.pack_rows(documents, row_len):
-            yield row[::-1]
-
-    monkeypatch.setattr(ruler, "linear_rows", backwards)
-    with pytest.raises(AssertionError, match="1"):
-        call(ruler, "--rows", 8, "--rounds", 1)
-
-
-def test_the_linear_scan_packs_the_same_rows():
-    rng = np.random.default_rng(0)
-    documents = [np.full(rng.integers(1, 90), i, dtype=np.uint16) for i in range(300)]
-    fast = [row.tolist() for row in prepare.pack_rows(documents, 33, 20)]
-    assert fast[:40] == list(itertools.islice(ruler.linear_rows(documents, 33, 20), 40))
-
-
 def test_attention(call, tiny, monkeypatch):
     def halved(q, k, v, window):
         return train.attend_sdpa(q, k, v, window // 2)
@@ -143,44 +122,6 @@ def test_steps_in_turn(call, monkeypatch):
 
 
 # ---- Whole runs ----
-def test_stages_and_record_of_a_real_run(cache, tmp_path):
-    script = edited(tmp_path / "code")
-    begun = time.perf_counter()
-    found = overhead.stages(1, tmp_path / "runs", None, script)
-    whole = time.perf_counter() - begun
-    [path] = (tmp_path / "runs").glob("*.json")
-    record = json.loads(path.read_text())
-    parts = [*overhead.STAGES, overhead.LAST_STAGE]
-    assert set(found) == {*parts, "evaluation", overhead.OUTSIDE}
-    assert math.isclose(sum(found[part] for part in parts), whole, abs_tol=0.1)
-    outside = whole - record["training_seconds"]
-    assert math.isclose(found[overhead.OUTSIDE], outside, abs_tol=0.1)
-    assert outside > found["evaluation"] > 0
-    assert set(compare.MEASURES) - set(record) == {"outside_training_seconds"}
-    assert set(compare.SAME) < set(record)
-    assert set(sweep.COLUMNS) - set(record) == {"ratio", "setting"}
-
-
-def test_a_stage_whose_line_is_missing(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("print('run: a\\nmodel: c\\ntraining: d')")
-    with pytest.raises(common.RunError, match="no line began with step "):
-        overhead.stages(1, tmp_path, None, script)
-
-
-def test_overhead_cold_and_warm(call, monkeypatch):
-    def stages(seconds, runs, inductor=None):
-        if inductor:
-            for name in ("a.so", "b.so", "c.txt"):
-                Path(inductor, name).touch()
-        return dict.fromkeys(overhead.SHOWN, 3.0 if inductor else 2.0)
-
-    monkeypatch.setattr(overhead, "stages", stages)
-    table, output = call(overhead, "--cold", "--rounds", 2)
-    assert table["seconds"] == ["cold", "warm", "cold / warm"]
-    assert list(table) == ["seconds", *overhead.SHOWN]
-    assert table["evaluation"] == ["3.0", "2.0", "1.50"]
-    assert "compiles 2 libraries" in output
 
 
 FAKE = """
@@ -224,38 +165,7 @@ def test_runs_in_turn(call, fakes):
     assert "data differs, before and after" in output
 
 
-def test_two_rulers_need_a_cache_each(call, fakes, capsys):
-    with pytest.raises(AssertionError, match="2"):
-        call(compare, fakes / "before", fakes / "after")
-    assert "the two prepare.py differ" in capsys.readouterr().err
-    assert not (fakes / "log").exists()
-
-
 # ---- Sweep and random search ----
-def test_sweep(call, monkeypatch):
-    def run(job, seconds, steps, jobs):
-        setting, seed = job
-        if setting == "DEPTH=0":
-            return common.RunError("error: no luck")
-        record = dict.fromkeys(sweep.COLUMNS, 0) | {"integrity": "ok", "seed": seed}
-        return record | {"val_bpb": 1.0 if setting else 2.0}
-
-    monkeypatch.setattr(sweep, "run", run)
-    _, output = call(sweep, "", "DEPTH=3", "DEPTH=0")
-    rows = [line.strip("| ").split(" | ") for line in output.splitlines()][2:]
-    assert [row[:2] for row in rows[:2]] == [["2.0000", "1.0000"], ["1.0000", "0.5000"]]
-    assert rows[1][-1] == "`DEPTH=3`"
-    assert rows[2][0] == "error: no luck"
-    for wrong in ("DEPHT=3", "@fast"):  # before anything runs
-        with pytest.raises(AssertionError, match=wrong):
-            call(sweep, "", wrong)
-
-
-def test_sweep_by_steps(cache):
-    knobs = "DEPTH=1 ASPECT_RATIO=64 TOTAL_BATCH_SIZE=512 DEVICE_BATCH_SIZE=1 COMPILE=False"
-    record = sweep.run((f"{knobs} @1.5", 44), seconds=0, steps=2, jobs=2)
-    assert (record["num_steps"], record["seed"], record["depth"]) == (3, 44, 1)
-    assert 0 < record["val_bpb"] < 20
 
 
 def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypatch):
@@ -281,38 +191,6 @@ def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypat
         assert 1 <= len(knobs) <= 3  # with the rows at a time
 
 
-def test_random_search_draws_from_its_ranges():
-    source = (ROOT / "train.py").read_text()
-    seen = {knob: set() for knob in sweep.RANGES}
-    for number in range(400):
-        idea = sweep.next_idea({}, number)
-        assert 1 <= len(idea) <= 2
-        common.substitute(source, sweep.as_setting(idea))
-        for knob, value in idea.items():
-            seen[knob].add(value)
-    for knob, (kind, *limits) in sweep.RANGES.items():
-        if kind == "power":
-            assert seen[knob] <= {2**i for i in range(limits[0], limits[1] + 1)}
-        elif kind == "of":
-            assert seen[knob] <= set(limits)
-        else:
-            assert min(limits) <= min(seen[knob]) < max(seen[knob]) <= max(limits)
-        assert len(seen[knob]) > 1
-    batch = sweep.as_setting({"TOTAL_BATCH_SIZE": 1024})
-    assert batch == "TOTAL_BATCH_SIZE=1024 DEVICE_BATCH_SIZE=2"
-
-
-def test_of_two_flagged_runs_the_one_with_more_steps_counts():
-    for runs, counts in (
-        ([("slow", 5), ("slow", 9)], 1),
-        ([("slow", 9), ("ok", 5)], 0),
-        ([("ok", 1), ("ok", 5)], 0),
-    ):
-        records = [{"integrity": flag, "num_steps": steps} for flag, steps in runs]
-        finished = iter([common.Finished(record, 0) for record in records])
-        assert sweep.better_of_two(lambda runs=finished: next(runs)) == records[counts]
-
-
 # ---- The simulated nights ----
 @pytest.fixture
 def quiet():
@@ -334,14 +212,6 @@ def true_score(lab, rule):
     return lab.best.truth
 
 
-def test_without_noise_lower_wins_keeps_what_the_oracle_keeps():
-    lab = protocol.Lab(protocol.Night(runs=60, sigma=0), number=3)
-    tried = lab.effects[:-1]  # the baseline takes a run
-    kept = tried[tried < 0]
-    assert len(kept) > 10
-    assert true_score(lab, protocol.REFERENCE) == pytest.approx(kept.sum())
-
-
 def test_a_lucky_score_is_measured_again_after_ten_discards(quiet):
     effects = [-1.0] * 13  # runs: the baseline, ten discards, the baseline again, an idea
     rule = protocol.Rule(ideas=protocol.NEVER)
@@ -359,27 +229,6 @@ def test_the_six_best_discards_are_tried_together_after_fifteen_ideas(quiet):
     assert true_score(quiet(effects, luck=-gain + 0.1), protocol.REFERENCE) == 0
 
 
-@pytest.mark.parametrize("drift, effect, best", [(5, -1, -1), (-5, 1, 0)])
-def test_the_score_to_beat_is_measured_again_for_another_speed(quiet, drift, effect, best):
-    """A good change on a machine that became slow; a bad one on a machine that became fast."""
-    found = []
-    for rule in (protocol.Rule(), protocol.REFERENCE):
-        lab = quiet([effect, 50, 50], tenth=2)  # the third run is the second idea's or the best's
-        lab.drift = [0, drift, drift]
-        found.append(true_score(lab, rule))
-    assert found == [best, effect - best]
-
-
-def test_protocol_prints_a_row_per_rule_and_the_ratios(call):
-    table, output = call(protocol, "--nights", 3)
-    assert list(table) == ["rule", *protocol.RULES]
-    assert table["rule"] == list(protocol.NIGHTS)
-    shown = [re.search(r"\((\S+) ", cell).group(1) for cell in table["program.md"]]
-    assert output.splitlines()[-1] == f"program.md / reference: {' '.join(shown)}"
-    gains = [float(table[name][2].split()[0]) for name in ("program.md", "reference")]
-    assert float(shown[2]) == pytest.approx(gains[0] / gains[1], rel=0.01)
-
-
 def test_the_simulated_nights_stay_the_same():
     """Numbers in texts were made by them."""
     gains = [protocol.true_gain(protocol.Rule(), n, 7) for n in protocol.NIGHTS.values()]
@@ -387,13 +236,6 @@ def test_the_simulated_nights_stay_the_same():
 
 
 # ---- What they share ----
-def test_substitute_changes_one_line_and_keeps_its_comment():
-    source = "DEPTH2 = 1\nDEPTH = 8    # layers\nWIDTH = f(1, 2)\n"
-    changed = common.substitute(source, "DEPTH=2**3 WIDTH='a\\1'")
-    assert changed == "DEPTH2 = 1\nDEPTH = 2**3    # layers\nWIDTH = 'a\\1'\n"
-    for setting in ("HEIGHT=1", "DEPTH", "=1", "DEPTH="):
-        with pytest.raises(SystemExit, match="a setting is KNOB=value"):
-            common.substitute(source, setting)
 
 
 def test_the_reason_why_a_script_failed(tmp_path):

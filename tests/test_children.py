@@ -1,12 +1,9 @@
 """Child processes of a run, which no clock or verdict would reach: each is refused with a sentence."""
 
 import json
-from dataclasses import dataclass
 
 from tests.common import run_script
 from tests.test_report import parse_block
-
-import pytest
 
 # Each act in a child, by each way to make one. Says how they ended, then gets a score of its own.
 PROGRAM = """
@@ -82,42 +79,14 @@ evaluate()
 """
 
 
-@dataclass
-class Family:
-    ended: dict  # exit codes of the children
-    said: dict  # what each wrote to stderr
-    block: dict  # of the parent
-    out: str
-    records: list
-
-
-@pytest.fixture(scope="module")
-def family(cache, tmp_path_factory):
-    runs = tmp_path_factory.mktemp("runs")
-    done = run_script("-c", PROGRAM, AUTORESEARCH_RUNS=runs)
+def test_each_child_is_refused_and_the_run_itself_has_the_only_score(cache, tmp_path):
+    done = run_script("-c", PROGRAM, AUTORESEARCH_RUNS=tmp_path)
     assert done.returncode == 0, done.output
-    said = {}
-    for part in done.stderr.split("-> ")[1:]:
-        name, _, text = part.partition("\n")
-        said[name] = text
     [ended] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    records = [json.loads(path.read_text()) for path in runs.iterdir()]
-    return Family(ended, said, parse_block(done.stdout), done.stdout, records)
-
-
-ACTS = "begin make_loader take_batch evaluate open_tokens".split()
-CHILDREN = [f"by_fork {act}" for act in ACTS]
-CHILDREN += ["by_worker take_batch", "by_worker open_tokens", "by_program make_loader"]
-
-
-@pytest.mark.parametrize("child", CHILDREN)
-def test_a_child_of_a_run_is_refused(family, child):
-    assert family.ended[child] == 3
-    assert family.said[child].count("error: this is a child of the run in process ") == 1
-    assert "; load, read and score data there.\n" in family.said[child]
-
-
-def test_the_run_itself_has_the_only_score(family):
-    assert family.out.count("val_bpb") == 1 and family.block["integrity"] == "ok"
-    [record] = family.records
+    assert set(ended.values()) == {3}, ended
+    for text in done.stderr.split("-> ")[1:]:
+        assert text.count("error: this is a child of the run in process ") == 1, text
+        assert "; load, read and score data there.\n" in text
+    assert done.stdout.count("val_bpb") == 1 and parse_block(done.stdout)["integrity"] == "ok"
+    [record] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert record["served_tokens_M"] == 4 * 64 / 1e6

@@ -11,7 +11,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -49,21 +48,19 @@ def test_a_bad_environment_gets_one_sentence(name, value, monkeypatch, capsys):
     assert name in error and error.count("\n") == 1
 
 
-def settings(monkeypatch, profile, script=ROOT / "prepare.py"):
+@pytest.mark.parametrize(
+    ("profile", "values"),
+    [
+        ("full", (2048, 20_971_520, 8192)),
+        ("medium", (2048, 2_097_152, 8192)),
+        ("small", (512, 262_144, 2048)),
+    ],
+)
+def test_the_profile_decides_the_settings(monkeypatch, profile, values):
     monkeypatch.setenv("AUTORESEARCH_PROFILE", profile)
-    return SimpleNamespace(**runpy.run_path(str(script)))
-
-
-def test_the_profile_decides_the_settings(monkeypatch):
-    full = settings(monkeypatch, "full")
-    medium = settings(monkeypatch, "medium")
-    small = settings(monkeypatch, "small")
-    assert (full.MAX_SEQ_LEN, full.EVAL_TOKENS, full.VOCAB_SIZE) == (2048, 20_971_520, 8192)
-    assert (medium.MAX_SEQ_LEN, medium.EVAL_TOKENS, medium.VOCAB_SIZE) == (2048, 2_097_152, 8192)
-    assert (small.MAX_SEQ_LEN, small.EVAL_TOKENS, small.VOCAB_SIZE) == (512, 262_144, 2048)
-    assert full.RUNS == small.RUNS == prepare.CACHE / "runs"
-    for profile in (full, medium, small):
-        assert profile.ROOT == prepare.CACHE / profile.PROFILE
+    ruler = SimpleNamespace(**runpy.run_path(str(ROOT / "prepare.py")))
+    assert values == (ruler.MAX_SEQ_LEN, ruler.EVAL_TOKENS, ruler.VOCAB_SIZE)
+    assert prepare.CACHE / profile == ruler.ROOT and ruler.RUNS == prepare.CACHE / "runs"
 
 
 # ---- Tokenizer ----
@@ -75,25 +72,21 @@ def tokenizer():
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_round_trip(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text(tokenizer):
-    for text in make_texts(50, seed=9):
-        assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode())
-
-
-def test_single_bytes_above_0x7f_count_one_byte_each(tokenizer):
-    high = [tokenizer.encoding.encode_single_token(bytes([byte])) for byte in range(0x80, 0x100)]
-    assert len(high) == 128 and set(tokenizer.token_bytes[high]) == {1}
+def test_round_trip_and_bytes(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
 
 
 def test_special_tokens_sit_on_top_and_no_text_yields_them(tokenizer):
     size = tokenizer.get_vocab_size()
-    assert tokenizer.get_bos_token_id() == size - 4
+    bos = tokenizer.get_bos_token_id()
+    assert bos == size - 4
     assert len(tokenizer.token_bytes) == size and list(tokenizer.token_bytes[-4:]) == [0] * 4
     assert max(tokenizer.encode("<|reserved_0|> and <|reserved_3|>")) < size - 4
+    assert tokenizer.encode(["a", "b"], prepend=bos)[1] == [bos, *tokenizer.encode("b")]
+    document = tokenizer.encode_document("a")
+    assert document.dtype == np.uint16 and document.tolist() == tokenizer.encode("a", prepend=bos)
 
 
 # ---- Packing ----
@@ -148,24 +141,6 @@ def test_columns_of_strings_are_read_however_they_are_encoded(tmp_path, kind):
     written = pq.ParquetFile(path).schema_arrow.field("text").type
     assert pa.types.is_dictionary(written) == pa.types.is_dictionary(kind)  # as was asked for
     assert list(prepare.read_shard(path)) == ["one", "zwei 日本", "one"]
-
-
-@pytest.mark.parametrize("kind", ["file", "list"])
-def test_threads_give_the_documents_in_order(tokenizer, tmp_path, kind):
-    shard = texts = make_texts(1100, words=9)
-    if kind == "file":
-        shard = tmp_path / "shard.parquet"
-        write_parquet(shard, texts)
-
-    def encode_document(text):
-        if text in texts[:3]:
-            time.sleep(0.02)  # so that others are done before it
-        return tokenizer.encode_document(text)
-
-    slow = SimpleNamespace(encode_document=encode_document)
-    documents = [document.tolist() for document in prepare.read_tokens(shard, slow)]
-    bos = tokenizer.get_bos_token_id()
-    assert documents == [[bos, *tokenizer.encode(text)] for text in texts]
 
 
 # ---- Preparation ----
@@ -249,15 +224,6 @@ def test_preparation_lays_out_the_cache(cache, corpus):
         assert tokenizer.decode(flat[ends[place] + 1 : ends[place + 1]].tolist()) == text
 
 
-def test_validation_rows_are_the_packed_validation_shard(cache, corpus):
-    tokenizer = prepare.Tokenizer.from_directory()
-    rows = np.fromfile(cache / "small/val.u16", "<u2").reshape(-1, 513)
-    texts = prepare.read_shard(corpus / "shard_00002.parquet")
-    packed = [*prepare.pack_rows(map(tokenizer.encode_document, texts), 513)]
-    assert len(rows) == len(packed) // 32 * 32 > 32
-    assert (np.stack(packed[: len(rows)]) == rows).all()
-
-
 def test_a_second_preparation_changes_nothing(own_cache, corpus, capsys):
     before = times(own_cache)
     run_prepare("--data-dir", corpus)
@@ -322,6 +288,7 @@ DAMAGE = {
     "no ends": ("train.npy", os.unlink),
     "edited rows": ("val.u16", lambda path: flip(path, 5)),
     "edited tokenizer": ("tokenizer.tiktoken", lambda path: flip(path, 1000)),
+    "edited tokens": ("train.u16", lambda path: flip(path, 3000)),
 }
 
 
@@ -330,29 +297,13 @@ def test_a_damaged_cache_is_refused_and_mended(case, own_cache, capsys):
     name, spoil = DAMAGE[case]
     before = contents(own_cache)
     spoil(own_cache / "small" / name)
-    error = refusal(capsys)
-    assert f"{own_cache}/small/{name} is missing or not as it was prepared" in error
+    if case == "edited tokens":  # not seen by a run, which would hash gigabytes
+        prepare.check_cache()
+    else:
+        assert f"small/{name} is missing or not as it was prepared" in refusal(capsys)
     run_prepare()
     prepare.check_cache()
     assert contents(own_cache) == before
-
-
-@pytest.mark.parametrize("name", ["train.u16", "train.npy"])
-def test_a_flipped_byte_in_training_is_found_by_a_preparation(name, own_cache):
-    """Not by a run, which would hash gigabytes."""
-    before = contents(own_cache)
-    flip(own_cache / "small" / name, 3000)
-    prepare.check_cache()
-    run_prepare()
-    assert contents(own_cache) == before
-
-
-@pytest.mark.parametrize("garbage", ["{", '{"settings": {}, "files": {}}'])
-def test_an_unreadable_manifest_is_as_good_as_none(own_cache, corpus, garbage, capsys):
-    (own_cache / "small/manifest.json").write_text(garbage)
-    assert "is not prepared" in refusal(capsys)
-    run_prepare("--data-dir", corpus)
-    prepare.check_cache()
 
 
 # ---- Interruptions ----
@@ -389,7 +340,7 @@ def test_an_interrupted_build_leaves_the_old_cache(
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
-@pytest.mark.parametrize("moved", range(5))
+@pytest.mark.parametrize("moved", [0, 2, 4])
 def test_a_build_that_dies_between_the_moves_leaves_no_manifest(
     moved, own_cache, tmp_path, monkeypatch, capsys
 ):
@@ -463,15 +414,6 @@ def test_the_embedded_corpus_is_split_by_file_and_nothing_is_lost(monkeypatch):
         for side in (itertools.chain(*shards[:-1]), shards[-1])
     )
     assert val and not train & val and len(train | val) == 61
-
-
-def test_the_sources_are_those_of_the_library_and_of_packages(monkeypatch):
-    monkeypatch.setattr(prepare, "PACKAGES", ["tqdm"])
-    sources = prepare.python_sources()
-    names = [*sources.values()]
-    assert "argparse.py" in names and "tqdm/std.py" in names and len(names) > 500
-    assert not any("/tests/" in name or "site-packages" in name for name in names)
-    assert [*prepare.python_sources().items()] == [*sources.items()]
 
 
 # ---- Bad input: one sentence, exit code 2, nothing lost ----

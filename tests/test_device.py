@@ -106,11 +106,6 @@ def test_a_gpu_may_be_hidden(driver, monkeypatch, capsys, visible, hidden):
         refusal(capsys, prepare.check_device)
 
 
-def test_without_a_driver_a_cpu_is_what_there_is(driver, monkeypatch, tmp_path):
-    monkeypatch.setattr(prepare, "DRIVERS", (str(tmp_path / "none"),))
-    prepare.check_device()
-
-
 @pytest.mark.parametrize(
     ("capability", "usable"),
     [((6, 0), False), ((7, 0), False), ((7, 5), True), ((8, 6), True), ((12, 0), True)],

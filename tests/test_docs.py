@@ -56,15 +56,6 @@ def test_quoted_variables_knobs_and_files_exist(name):
         assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists(), path
 
 
-def test_exit_codes_agree():
-    codes = ["0", "1", "2", "3", "4", "5"]
-    sentence = REFERENCE.split("Exit codes: ")[1].split("\n\n")[0]
-    assert re.findall(r"\b\d+\b", sentence) == [*codes, "130", "143"]
-    assert re.findall(r"\b\d+\b", prepare.__doc__.split("Exit codes")[1]) == codes
-    handled = PROGRAM.split("`integrity: ok` and `exit 0`:\n")[1].split("\n## ")[0]
-    assert {*codes[1:], "124", "137", "143"} <= set(re.findall(r"\b\d+\b", handled))
-
-
 # ---- The shell blocks of program.md ----
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
 def test_blocks_are_valid_shell(index):

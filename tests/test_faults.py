@@ -256,26 +256,6 @@ def test_a_disk_that_fills_at_each_stage_of_a_preparation(whole, disk, run):
 
 
 # ---- Many at once ----
-@pytest.mark.parametrize("there", [False, True])
-def test_two_preparers_and_three_trainers(whole, copy, start, tmp_path, there):
-    """On no cache, or on one that is replaced by another corpus."""
-    cache = copy if there else tmp_path / "empty"
-    shutil.rmtree(cache / "runs", ignore_errors=True)
-    folders = [edited(tmp_path / f"code{i}").parent for i in range(3)]
-    arguments = ("prepare.py", cache, "--data-dir", whole.corpora[1])
-    preparers = [start(*arguments) for _ in range(2)]
-    trainers = []
-    for folder in folders:
-        trainers.append(start("train.py", cache, folder=folder))
-        preparers[0].wait_for("profile: ")
-        time.sleep(whole.preparation / 3)
-    assert [process.finish() for process in preparers] == [0, 0]
-    codes = [process.finish() for process in trainers]
-    trained = sum("training a tokenizer" in process.output for process in preparers)
-    print(f"\na cache at first: {there}; built {trained} times; exits of trainers: {codes}")
-    assert trained == 1 and set(codes) <= {0, 2}
-    assert made(cache) == made(whole.caches[1])
-    assert len(records(cache / "runs")) == codes.count(0)
 
 
 def test_the_embedded_corpus_is_prepared_and_trained_on(tmp_path, run):

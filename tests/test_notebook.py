@@ -69,11 +69,6 @@ ODD = ["$\\frac{1}{$ and $x^2$", "wide\tand\tdeep", '"unbalanced', "it's <b>100%
 
 # name: (results.tsv, what the notebook makes of it, on paper)
 LOGS = {
-    "missing": (None, {"rows": 0, "experiments": 0, "title": ""}),
-    "two seeds": (
-        BASELINE + row("ba5e000", "1.002", "keep", "seed 43") + row("b", "0.99", "keep", "wider"),
-        {"experiments": 1, "start": 1.001, "running": [1.001, 1.001, 0.99], "gains": [0.011]},
-    ),
     "night": (
         NIGHT,
         {
@@ -95,10 +90,6 @@ LOGS = {
             "gains": [0.02, 0.01, 0.004],
             "title": "6 experiments, 3 kept: 1.0000 to 0.9760",
         },
-    ),
-    "no keeps": (
-        HEADER + row("a", "0.99", "discard", "deeper") * 3,
-        {"experiments": 3, "gains": [], "title": "3 experiments, 0 kept"},
     ),
     "crashes": (
         HEADER + row("a", "", "crash", "x") + row("b", "0.000000", "crash", "y"),

@@ -6,23 +6,18 @@ end with. What a model alone can do is in test_metric.py.
 A further edit is one more entry of EDITS.
 """
 
-import os
-import py_compile
 import re
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.common import edited, train
 from tests.test_report import parse_block
-from tests.test_rerun import commit
 from tests.test_run import EMBED, EVALUATE, before
 
 import pytest
 
 pytestmark = pytest.mark.redteam
 
-TRAIN = "    steps = train("  # a line that edits begin at
 FAIR = "ok|unsteady: .*"  # a run of seconds, perhaps beside others, may be unsteady
 OVERTIME = r"overtime: \d+\.\d s, over 3\.02(; unsteady: .*)?"
 
@@ -80,15 +75,6 @@ TRAIN_FOR_5_SECONDS = """\
         train_step(compiled_model, optimizer, next(other), other, 1)
 """
 
-TEXT_FROM_THE_DISK = """\
-    import os, pathlib
-    library = pathlib.Path(os.__file__).parent
-    text = "".join(path.read_text(errors="ignore") for path in sorted(library.glob("*.py")))
-    next(batches)
-    own = torch.tensor(tokenizer.encode(text))
-    own = own[: len(own) // (rows * 513) * rows * 513].view(-1, rows, 513)
-    batches = ((part[:, :-1], part[:, 1:], 1) for _ in range(99) for part in own)
-"""
 LEARNS_LATER = """\
     def learn(module, args):
         hook.remove()
@@ -100,11 +86,6 @@ LEARNS_LATER = """\
         module.eval()
 
     hook = compiled_model.register_forward_pre_hook(learn)
-"""
-AVERAGE = """\
-    optimizer.step()
-    for p in model.parameters():
-        p.average = getattr(p, "average", p.detach()).lerp(p.detach(), 0.1)
 """
 TWICE = """\
     optimizer.step()
@@ -118,26 +99,6 @@ WORKER = """\
 
     next(batches)
     batches = iter(torch.utils.data.DataLoader(Worker(), batch_size=None, num_workers=1))
-"""
-THREADS = """\
-    from concurrent.futures import ThreadPoolExecutor
-
-    def prefetch():
-        loaders = [make_dataloader(tokenizer, rows, MAX_SEQ_LEN) for _ in range(2)]
-        while True:
-            for batch in [pool.submit(next, loader) for loader in loaders]:
-                yield batch.result()
-
-    pool = ThreadPoolExecutor(2)
-    batches = prefetch()
-"""
-FOUR_FORKS = """\
-    import os
-
-    for _ in range(4):
-        if os.fork() == 0:
-            break
-        os.wait()
 """
 LATE_TABLE = """\
             if not self.training and elapsed():
@@ -189,15 +150,6 @@ EDITS = {
         [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, FAIR
     ),
     "each batch twice": Edit([("    optimizer.step()\n", TWICE)], 0, FAIR, best=0.5),
-    "averaged weights": Edit(
-        [
-            ("    optimizer.step()\n", AVERAGE),
-            before(EVALUATE, "    for p in model.parameters():\n        p.data = p.average\n"),
-        ],
-        0,
-        FAIR,
-    ),
-    "two loaders in two threads": Edit([(LOADER, THREADS)], 0, FAIR),
     "Muon's matrices by AdamW": Edit(
         [
             (
@@ -208,17 +160,6 @@ EDITS = {
         0,
         FAIR,
     ),
-    "a wrapper around the model": Edit(
-        [
-            before(
-                EVALUATE,
-                "    wrapper = nn.Sequential(compiled_model)\n    compiled_model = wrapper\n",
-            )
-        ],
-        0,
-        FAIR,
-    ),
-    "token bytes doubled": Edit([before(EVALUATE, "    tokenizer.token_bytes *= 2\n")], 0, FAIR),
     # ---- Of the clock ----
     "trains after the last batch": Edit(
         [before(EVALUATE, TRAIN_FOR_5_SECONDS.format(batches="batches"))],
@@ -239,16 +180,6 @@ EDITS = {
     ),
     # ---- Of the data ----
     # The rows that count are those in memory: what becomes of the file is no matter of this run.
-    "validation rows cut by one": Edit(
-        [before(EVALUATE, ROWS + "    os.truncate(rows_file, rows_file.stat().st_size - 1026)\n")],
-        0,
-        FAIR,
-    ),
-    "a byte of validation changed": Edit(
-        [before(EVALUATE, ROWS + "    rows_file.write_bytes(b'x' + rows_file.read_bytes()[1:])\n")],
-        0,
-        opened("val.u16"),
-    ),
     "a loader in a forked worker": Edit(
         [(LOADER, LOADER + WORKER)], 1, r"RuntimeError: DataLoader worker .* exited unexpectedly.*"
     ),
@@ -262,7 +193,6 @@ EDITS = {
         [before(EVALUATE, LEARNS_LATER)], 3, "FAIL state: .*"
     ),
     # Each fork is refused; their time is the run's.
-    "four forks that each evaluate": Edit([before(EVALUATE, FOUR_FORKS)], 0, f"{FAIR}|{OVERTIME}"),
     "a table made in the first forward pass of evaluation": Edit(
         [(LOGITS, LATE_TABLE)], 0, OVERTIME, best=0.3
     ),
@@ -287,18 +217,6 @@ EDITS = {
         best=0.3,
     ),
     # A known miss: it reads by pyarrow, which opens files below Python.
-    "texts counted by the ruler's own reader": Edit(
-        [
-            before(
-                TRAIN,
-                "    import pathlib, prepare\n"
-                "    folder = pathlib.Path(prepare.load_manifest()['options']['data_dir'])\n"
-                "    counts = [sum(map(len, prepare.read_shard(f))) for f in folder.iterdir()]\n",
-            )
-        ],
-        0,
-        FAIR,
-    ),
     "the softcap chosen on the validation rows": Edit(
         [
             before(
@@ -310,20 +228,6 @@ EDITS = {
         ],
         0,
         opened("val.u16"),
-    ),
-    "the same on the rows in memory": Edit(  # a known miss: only a reader sees it
-        [
-            before(
-                EVALUATE,
-                "    from prepare import _run, score\n"
-                "    score(compiled_model, _run.rows[:32], _run.token_bytes, 4)\n",
-            )
-        ],
-        0,
-        FAIR,
-    ),
-    "text from the disk": Edit(  # a known miss: it shows in the diff, and in served_tokens_M
-        [(LOADER, LOADER + TEXT_FROM_THE_DISK)], 0, FAIR, worst=9
     ),
     # ---- Of the ruler's limits and of the budget ----
     "the probes' limit assigned to": Edit(
@@ -395,30 +299,3 @@ def test_rows_swapped_and_put_back_leave_another_data(cache, honest_record, tmp_
     assert re.fullmatch(FAIR, record["integrity"])
     assert record["val_bpb"] > 2 * honest_record["val_bpb"]
     assert record["data"] != honest_record["data"]
-
-
-def test_a_module_that_git_does_not_know_makes_the_commit_dirty(cache, tmp_path):
-    script = edited(tmp_path / "code", [("import gc\n", "import gc\nimport mymodel\n")])
-    commit(script.parent)
-    (script.parent / "mymodel.py").write_text("")
-    [record] = train(script, 2, AUTORESEARCH_RUNS=tmp_path / "runs").records
-    assert record["commit"].endswith("+dirty")
-
-
-@pytest.mark.xfail(strict=True, reason="Python loads the bytecode before the ruler can look")
-def test_miss_poisoned_bytecode(cache, honest_record, tmp_path):
-    script = edited(tmp_path / "code")
-    ruler = script.with_name("prepare.py")
-    source = ruler.read_text()
-    poisoned = source.replace("return losses.sum(", "return 0.9 * losses.sum(")
-    assert poisoned != source
-    moment = ruler.stat().st_mtime_ns
-    ruler.write_text(poisoned)
-    compiled = py_compile.compile(
-        str(ruler), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
-    )
-    ruler.write_text(source)
-    os.utime(ruler, ns=(moment, moment))
-    assert Path(compiled).exists()
-    done = train(script, 2, AUTORESEARCH_RUNS=tmp_path / "runs")
-    assert done.returncode != 0 or not re.fullmatch(FAIR, done.records[0]["integrity"])

@@ -81,13 +81,6 @@ def test_no_commit(night, capsys):
     assert said.startswith("error: nonsense is no commit of this folder; ")
 
 
-def test_no_preparation(night, capsys):
-    (prepare.ROOT / "manifest.json").unlink()
-    with pytest.raises(SystemExit, match="2"):
-        rerun.main("HEAD")
-    assert "is not prepared" in capsys.readouterr().err
-
-
 def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, capsys):
     command = [sys.executable, "tools/rerun.py", "HEAD"]
     environment = os.environ | {"SLEEP": "60"}
