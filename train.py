@@ -82,6 +82,7 @@ WARMUP_RATIO      = 0.0                              # share of TIME_BUDGET in w
 WARMDOWN_RATIO    = 0.5                              # share at the end in which it falls
 FINAL_LR_FRAC     = 0.0                              # final lr / peak lr
 # Run
+LOSS_SCALE        = 2**12                            # in fp16, whose smallest number is 6e-8
 ATTENTION         = "auto"                           # or fa3, varlen, blocks, sdpa
 CPU_QUERY_BLOCK   = 64                               # queries per block of attention on a CPU
 COMPILE           = True                             # False: slower, errors point at their line
@@ -123,12 +124,11 @@ def accumulation_steps(rows):
 
 
 def choose_dtype(device):
-    """Of activations and embeddings: bf16 where the device has it in hardware."""
+    """Of activations: bf16 where the device has it in hardware, else fp16 on a GPU."""
     if device.type == "cuda":
-        has_it = torch.cuda.get_device_capability() >= (8, 0)  # before Ampere it is emulated
-    else:
-        capabilities = torch.cpu.get_capabilities()
-        has_it = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+        return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    capabilities = torch.cpu.get_capabilities()
+    has_it = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if has_it else torch.float32
 
 
@@ -231,13 +231,15 @@ class GPT(nn.Module):
         T = idx.shape[1]
         cos = self.cos[:T]
         sin = self.sin[:T]
-        x = norm(self.wte(idx))
+        x = norm(self.wte(idx).to(cos.dtype))
         x0 = x
         for i, block in enumerate(self.blocks):
             x = self.resid_lambdas[i] * x
             if self.x0_lambdas is not None:
                 x = x + self.x0_lambdas[i] * x0
-            ve = self.value_embeddings[str(i)](idx) if i in self.config.value_layers else None
+            ve = None
+            if i in self.config.value_layers:
+                ve = self.value_embeddings[str(i)](idx).to(x.dtype)
             x = block(x, ve, cos, sin)
         x = norm(x)
 
@@ -261,13 +263,15 @@ class GPT(nn.Module):
 # ---- Initialisation ----
 @torch.no_grad()
 def initialise(model, dtype, seed):
-    """Sets every parameter and buffer; the embedding tables become `dtype`."""
+    """Sets every parameter and buffer; the embedding tables become bf16 if that is `dtype`, but not
+    fp16, in which AdamW's second moments would vanish."""
     config = model.config
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     s = MATRIX_SCALE * math.sqrt(3 / config.n_embd)
-    model.wte.to(dtype)  # in place
-    model.value_embeddings.to(dtype)
+    if dtype == torch.bfloat16:
+        model.wte.to(dtype)  # in place
+        model.value_embeddings.to(dtype)
 
     model.wte.weight.normal_(0, EMBEDDING_STD, generator=generator)
     model.lm_head.weight.normal_(0, UNEMBEDDING_STD, generator=generator)
@@ -346,8 +350,8 @@ POLAR_EXPRESS = (
 def orthogonalise(g, dtype):
     """Approximately the nearest semi-orthogonal matrices of a stack [K, rows, cols], computed in
     `dtype`."""
-    x = g.to(dtype)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # singular values must be below 1
+    x = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # singular values must be below 1
+    x = x.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     for a, b, c in POLAR_EXPRESS:
         gram = x.mT @ x if tall else x @ x.mT  # the smaller of the two
@@ -381,6 +385,7 @@ class MuonAdamW:
     def __init__(self, groups, dtype, update=muon_update):
         self.param_groups = groups
         self.dtype = dtype
+        self.loss_scale = LOSS_SCALE if dtype == torch.float16 else 1
         self.muon_update = update
         for group in groups:
             params = group["params"]
@@ -396,17 +401,21 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self):
-        """One update of every parameter; clears the gradients."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:  # it had no part in this step
-                    p.grad = torch.zeros_like(p)
-            if group["kind"] == "muon":
-                self.step_muon(group)
-            else:
-                self.step_adamw(group)
-            for p in group["params"]:
-                p.grad = None
+        """One update of every parameter; clears the gradients. They may be larger by a factor, which
+        both updates divide out. In fp16 they may overflow: then nothing changes."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            if p.grad is None:  # it had no part in this step
+                p.grad = torch.zeros_like(p)
+        fits = self.dtype != torch.float16
+        if fits or nn.utils.get_total_norm([p.grad for p in params]).isfinite():
+            for group in self.param_groups:
+                if group["kind"] == "muon":
+                    self.step_muon(group)
+                else:
+                    self.step_adamw(group)
+        for p in params:
+            p.grad = None
 
     def step_muon(self, group):
         params = group["params"]
@@ -474,7 +483,7 @@ def train_step(model, optimizer, batch, batches, micro_batches):
     for _ in range(micro_batches):
         inputs, targets, _ = batch
         loss = model(inputs, targets) / micro_batches
-        loss.backward()
+        (loss * optimizer.loss_scale).backward()
         total = total + loss.detach()
         batch = next(batches)
     optimizer.step()
@@ -487,7 +496,7 @@ PEAK_TFLOPS = {
     "NVIDIA B200": 2250, "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756,
     "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L40S": 362,
     "NVIDIA L4": 121, "NVIDIA GeForce RTX 5090": 209.5, "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 3090": 71, "Tesla T4": 65,
 }
 # fmt: on
 

@@ -3,7 +3,7 @@
 import math
 
 import train
-from tests.tiny import build, set_knobs, snapshot, take_steps, tiny
+from tests.tiny import build, record_inputs, set_knobs, snapshot, take_steps, tiny, tokens
 
 import pytest
 import torch
@@ -46,14 +46,20 @@ def test_the_angles_are_those_of_the_definition(monkeypatch, base):
             assert model.sin[t, 0, d].item() == pytest.approx(math.sin(angle), abs=1e-5)
 
 
-def test_tables_take_the_precision_and_matrices_stay_in_fp32():
+@pytest.mark.parametrize(
+    ("dtype", "tables"),
+    [(torch.bfloat16, {"wte.weight", "value_embeddings.1.weight"}), (torch.float16, set())],
+)
+def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
+    """In fp16 the tables stay in fp32 too, and with them AdamW's second moments."""
     model = train.GPT(tiny(), train.attend_sdpa)
-    train.initialise(model, torch.bfloat16, 1)
-    dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    low = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
-    assert low == {"wte.weight", "value_embeddings.1.weight"}
-    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
-    assert model.cos.dtype == model.sin.dtype == torch.bfloat16
+    train.initialise(model, dtype, 1)
+    low = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
+    assert low == tables
+    assert model.cos.dtype == model.sin.dtype == dtype
+    seen = record_inputs(model.blocks[1])
+    model(tokens(model.config))
+    assert seen[0].dtype == dtype
 
 
 def test_the_seed_decides_and_nothing_of_before_remains():

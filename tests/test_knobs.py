@@ -101,9 +101,9 @@ def test_a_cpu_computes_in_bf16_where_it_has_it(monkeypatch, capabilities, dtype
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
 )
-def test_a_gpu_computes_in_bf16_from_ampere_on(monkeypatch, capability, dtype):
+def test_a_gpu_computes_in_bf16_from_ampere_on_and_else_in_fp16(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert train.choose_dtype(torch.device("cuda")) == dtype
 

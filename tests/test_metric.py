@@ -7,7 +7,6 @@ All on made-up rows of 64 tokens with small random models; no leak needs trainin
 import copy
 import math
 import sys
-from dataclasses import dataclass
 
 import prepare
 from tests.models import T, Tiny, V, variant
@@ -37,15 +36,6 @@ def by_definition(model, rows):
 
 
 # ---- The number itself ----
-def test_a_uniform_model_scores_log2_v_times_tokens_over_bytes(rows):
-    model = Tiny()
-    nn.init.zeros_(model.head.weight)
-    packed, table = rows
-    length = table[packed[:, 1:]]
-    expected = math.log2(V) * (length > 0).sum() / length.sum()
-    assert score(model, rows)[0] == pytest.approx(expected, rel=1e-6)
-
-
 def test_the_score_is_that_of_a_plain_loop_over_bytes(rows):
     model = Tiny()
     packed, table = rows
@@ -61,22 +51,15 @@ def test_the_score_is_that_of_a_plain_loop_over_bytes(rows):
     assert score(model, rows)[0] == pytest.approx(nats / math.log(2) / count, rel=1e-6)
 
 
-@pytest.mark.parametrize("exponent", [8, 28])
-def test_a_constant_added_to_the_logits_is_no_gain(rows, exponent):
+def test_a_constant_added_to_the_logits_is_no_gain(rows):
     """logsumexp minus gather cancels: in fp32 a constant of 2**28 scored 0.000000. What the sum
     rounds away is the model's loss, by the definition in fp64."""
-    lifted = variant(forward=lambda self, x: Tiny.forward(self, x) + 2.0**exponent)
+    lifted = variant(forward=lambda self, x: Tiny.forward(self, x) + 2.0**28)
     assert score(lifted, rows)[0] == pytest.approx(by_definition(lifted, rows), rel=1e-6)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 10**6])
-def test_the_batch_size_does_not_matter(rows, batch_size):
-    assert f"{score(Tiny(), rows, batch_size)[0]:.6f}" == f"{score(Tiny(), rows, 32)[0]:.6f}"
-
-
 @pytest.mark.parametrize(
-    ("count", "batch_size", "expected"),
-    [(96, 7, 6), (96, 10**6, 32), (64, 3, 2), (32, 0, 1), (10240, 32, 32), (96, 31, 24)],
+    ("count", "batch_size", "expected"), [(96, 7, 6), (96, 10**6, 32), (32, 0, 1), (96, 31, 24)]
 )
 def test_the_batch_is_the_largest_divisor(fresh_run, count, batch_size, expected):
     fresh_run.rows = np.zeros((count, 9))
@@ -84,8 +67,6 @@ def test_the_batch_is_the_largest_divisor(fresh_run, count, batch_size, expected
 
 
 # ---- Honest variants: the identical score ----
-
-
 def in_place(self, idx):
     logits = Tiny.forward(self, idx)
     idx.zero_()
@@ -101,81 +82,48 @@ def convolve(self, x):
     return F.avg_pool1d(F.pad(x.mT, (3, 0)), 4, 1).mT
 
 
-def position_in_document(idx):
-    """Of each token, counted from the last BOS."""
-    position = torch.arange(idx.shape[1]).expand_as(idx)
-    begin = torch.where(idx == V - 1, position, 0).cummax(1).values
-    return position - begin
-
-
 def restart_at_bos(self, idx):
-    age = position_in_document(idx)[..., None]
-    return Tiny.forward(self, idx) + (age * torch.linspace(0.1, 1, V)).sin()
+    position = torch.arange(idx.shape[1]).expand_as(idx)
+    age = position - torch.where(idx == V - 1, position, 0).cummax(1).values
+    return Tiny.forward(self, idx) + (age[..., None] * torch.linspace(0.1, 1, V)).sin()
 
 
-@dataclass
-class Honest:
-    model: nn.Module
-    twin: nn.Module | None = None  # whose score it must have
-    digits: int = 6  # to which
+def without_special_tokens(self, idx):
+    """They stand for no bytes: their loss is infinite where they come, and is not counted."""
+    return Tiny.forward(self, idx).index_fill(-1, torch.tensor([V - 1]), -math.inf)
 
 
-HONEST = {
-    "fp32": Honest(Tiny(), Tiny()),
-    "logits plus a constant": Honest(
-        variant(forward=lambda self, x: Tiny.forward(self, x) + 7), Tiny(), digits=5
-    ),
-    "input changed in place": Honest(variant(forward=in_place), Tiny()),
-    "causal convolution": Honest(variant(mix=convolve)),
-    "positions from the last BOS": Honest(variant(forward=restart_at_bos)),
-    "bf16 autocast": Honest(variant(forward=autocast), Tiny(), digits=2),
+HONEST = {  # name: (model, digits to which its score is that of the definition)
+    "fp32": (Tiny(), 6),
+    "causal convolution": (variant(mix=convolve), 6),
+    "positions from the last BOS": (variant(forward=restart_at_bos), 6),
+    "special tokens ruled out": (variant(forward=without_special_tokens), 6),
+    "input changed in place": (variant(forward=in_place), 6),
+    "bf16 autocast": (variant(forward=autocast), 2),
 }
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_models_pass_with_the_identical_score(name, rows):
-    honest = HONEST[name]
-    results = {batch: score(honest.model, rows, batch) for batch in (7, 96, 10**6)}
-    bpb, probes = results[96]
-    assert len({f"{bpb:.{min(honest.digits, 4)}f}" for bpb, _ in results.values()}) == 1
-    twin = honest.twin or honest.model
-    assert bpb == pytest.approx(score(twin, rows)[0], abs=10**-honest.digits)
-    assert bpb == pytest.approx(by_definition(twin, rows), abs=10**-honest.digits)
-    for change in probes.values():
-        assert change.mean() <= 2e-5 and change.max() <= 0.02  # far below what is refused
+    model, digits = HONEST[name]
+    twin = model if digits == 6 else Tiny()
+    for batch_size in (1, 7, 10**6):
+        bpb, probes = score(model, rows, batch_size)
+        assert bpb == pytest.approx(by_definition(twin, rows), abs=10**-digits)
+        for change in probes.values():
+            assert change.mean() <= 2e-5 and change.max() <= 0.02  # far below what is refused
 
 
 # ---- Neutralised: the model never sees the targets ----
-
-
-LOSSES = {
-    "0": lambda losses: losses * 0,
-    "0.9 of the loss": lambda losses: 0.9 * losses,
-}
-
-
-def with_loss(tamper):
-    def forward(self, idx, targets=None):
-        logits = Tiny.forward(self, idx)
-        if targets is None:
-            return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return tamper(losses).mean()
-
-    return variant(forward=forward)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_tampered_loss_changes_nothing(name, rows):
-    assert score(with_loss(LOSSES[name]), rows)[0] == score(Tiny(), rows)[0]
-
-
-def test_patched_functions_change_nothing(rows, monkeypatch):
+def test_tampered_losses_change_nothing(rows, monkeypatch):
     honest = score(Tiny(), rows)[0]
+
+    def forward(self, idx, targets=None):
+        return Tiny.forward(self, idx) if targets is None else torch.zeros(())
+
     monkeypatch.setattr(F, "cross_entropy", lambda *a, **k: torch.zeros(()))
-    monkeypatch.setattr(F, "nll_loss", lambda *a, **k: torch.zeros(()))
     monkeypatch.setattr(F, "log_softmax", lambda x, *a, **k: x * 0)
-    assert score(Tiny(), rows)[0] == honest
+    assert score(variant(forward=forward), rows)[0] == honest
 
 
 # ---- Refused, with the probe's name ----
@@ -190,26 +138,18 @@ def expert_choice(self, x):
     return flat.index_add(0, taken, self.up(flat[taken])).view_as(x) - x
 
 
-class Learner(Tiny):
-    """Takes an SGD step on every batch that it is shown."""
+class LearnsOnce(Tiny):
+    """Takes an SGD step on the first batch alone, so that no probe sees it change."""
 
     def forward(self, idx):
         logits = Tiny.forward(self, idx).detach()
-        with torch.enable_grad():
-            loss = Tiny.forward(self, idx[:, :-1], idx[:, 1:])
-            grads = torch.autograd.grad(loss, list(self.parameters()))
-        for parameter, grad in zip(self.parameters(), grads, strict=True):
-            parameter.data -= 0.3 * grad
+        if not hasattr(self, "learnt"):
+            self.learnt = True
+            with torch.enable_grad():
+                loss = Tiny.forward(self, idx[:, :-1], idx[:, 1:])
+            (grad,) = torch.autograd.grad(loss, self.head.weight)
+            self.head.weight.data -= 0.3 * grad
         return logits
-
-
-class LearnsOnce(Learner):
-    """On the first batch alone, so that no probe sees it change."""
-
-    def forward(self, idx):
-        forward = Tiny.forward if getattr(self, "learnt", False) else Learner.forward
-        self.learnt = True
-        return forward(self, idx)
 
 
 def one_nan(self, idx):
@@ -217,72 +157,49 @@ def one_nan(self, idx):
 
 
 class Sly(torch.Tensor):
-    """A tensor whose log_softmax halves every loss."""
-
-    def log_softmax(self, dim):
-        return super().log_softmax(dim) * 0.5
-
-
-def subclass(self, idx):
-    return Tiny.forward(self, idx).as_subclass(Sly)
+    """Could have a log_softmax that halves every loss."""
 
 
 REFUSED = {  # name: (model, the probe)
-    "unmasked attention": (
-        variant(mask=lambda self, T: torch.ones(T, T, dtype=torch.bool)),
-        "causality",
-    ),
+    "unmasked attention": (variant(mask=lambda self, T: torch.ones(T, T).bool()), "causality"),
     "roll(-1)": (variant(mix=lambda self, x: x + x.roll(-1, 1)), "causality"),
-    "wrapping roll(+1)": (variant(mix=lambda self, x: x + x.roll(1, 1)), "causality"),
     "expert choice over the batch": (variant(channel=expert_choice), "isolation|causality"),
     "batch norm": (variant(mix=batch_norm), "isolation|causality"),
     "SGD on the first batch": (LearnsOnce(), "state"),
-    "one NaN": (variant(forward=one_nan), "finite"),
+    "one NaN": (variant(forward=one_nan), "finite: 64 losses"),
     "short vocabulary": (variant(forward=lambda self, x: Tiny.forward(self, x)[..., :-1]), "shape"),
-    "a tensor with methods of its own": (variant(forward=subclass), "shape"),
+    "short row": (variant(forward=lambda self, x: Tiny.forward(self, x)[:, :-1]), "shape"),
+    "a tensor with methods of its own": (
+        variant(forward=lambda self, x: Tiny.forward(self, x).as_subclass(Sly)),
+        "shape",
+    ),
+    "no parameters": (torch.nn.Module(), "model"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trusted_is_refused(name, rows):
     model, probe = REFUSED[name]
-    with pytest.raises(prepare.IntegrityError, match=f"^({probe}): .*[0-9]"):
+    with pytest.raises(prepare.IntegrityError, match=f"^({probe})"):
         score(copy.deepcopy(model), rows)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["roll(-1)", "wrapping roll(+1)", "unmasked attention"],
-)
 @pytest.mark.parametrize("batch_size", [1, 32])
-def test_leaks_are_seen_whatever_the_batch_size_and_the_cut(name, rows, batch_size):
-    model, _ = REFUSED[name]
-    for rng in range(5):
-        with pytest.raises(prepare.IntegrityError, match="causality|edges"):
-            score(copy.deepcopy(model), rows, batch_size, rng)
-
-
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift):
+def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift, batch_size):
     """One position of a row moves, by little: lost in the mean over all of them, and below what a
     single one may."""
     model = variant(mix=lambda self, x: x + 0.002 * x.roll(shift, 1))
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="edges: "):
-            score(model, rows, 32, rng)
+            score(model, rows, batch_size, rng)
 
 
-def looking_ahead(leaking):
-    """A model that has learnt to use a leak: positions where `leaking` [T] is true see the next
-    token."""
-
-    def forward(self, idx):
-        logits = Tiny.forward(self, idx)
-        seen = F.one_hot(idx.roll(-1, 1), V).float()
-        seen[:, -1] = 0
-        return logits + 4 * seen * leaking[:, None]
-
-    return variant(forward=forward)
+def looking_ahead(idx, strength, leaking):
+    """The logits of a model that has learnt to see the next token where `leaking` is true."""
+    seen = F.one_hot(idx.roll(-1, 1), V).float()
+    seen[:, -1] = 0
+    return strength * seen * leaking[..., None]
 
 
 positions = torch.arange(T)
@@ -293,32 +210,25 @@ LEAKS |= {f"last {n}": positions >= T - n for n in (4, 16)}
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_leak_bound_to_positions_is_seen_in_every_draw(rows, name):
-    model = looking_ahead(LEAKS[name])
+    def forward(self, idx):
+        return Tiny.forward(self, idx) + looking_ahead(idx, 4, LEAKS[name])
+
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="causality|edges"):
-            score(model, rows, 32, rng)
-
-
-def after_tokens(share):
-    """A leak that a content decides about: after some of the tokens the next one is seen."""
-    some = torch.arange(V) < share * V
-
-    def forward(self, idx):
-        logits = Tiny.forward(self, idx)
-        seen = F.one_hot(idx.roll(-1, 1), V).float()
-        seen[:, -1] = 0
-        return logits + 8 * seen * some[idx][..., None]
-
-    return variant(forward=forward)
+            score(variant(forward=forward), rows, 32, rng)
 
 
 @pytest.mark.parametrize(("share", "least"), [(0.01, 15), (0.05, 19)])
 def test_a_leak_bound_to_contents_is_seen_in_most_draws(rows, share, least):
-    model = after_tokens(share)
+    """After some of the tokens the next one is seen."""
+
+    def forward(self, idx):
+        return Tiny.forward(self, idx) + looking_ahead(idx, 8, idx < share * V)
+
     seen = 0
     for rng in range(20):
         try:
-            score(model, rows, 32, rng)
+            score(variant(forward=forward), rows, 32, rng)
         except prepare.IntegrityError:
             seen += 1
     assert seen >= least
@@ -368,8 +278,6 @@ def test_rows_are_scored_and_probed_in_an_order_that_is_drawn(rows):
 
 
 # ---- The state of the model ----
-
-
 def test_parameters_are_compared_bit_by_bit(rows):
     """One that is NaN has not changed, nor has a number without dimensions; 0 to -0 is a change."""
     model = Tiny()
@@ -388,9 +296,6 @@ def test_parameters_are_compared_bit_by_bit(rows):
         score(model, rows, 64)  # an odd number of batches, with that of the probes
 
 
-# ---- The time that batches take ----
-
-
 # ---- Known misses: no check inside the process is complete ----
 def in_stack(self, idx):
     """Takes the targets from the evaluator's stack frame."""
@@ -401,10 +306,7 @@ def in_stack(self, idx):
     return F.one_hot(torch.as_tensor(np.asarray(targets).astype(np.int64)), V).float() * 20
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="code in the process can read anything; only a reader of the diff sees it",
-)
+@pytest.mark.xfail(strict=True, reason="code in the process can read anything")
 def test_miss_targets_from_the_stack(rows):
     with pytest.raises(prepare.IntegrityError):
         score(variant(forward=in_stack), rows)

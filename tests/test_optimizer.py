@@ -1,5 +1,7 @@
 """Parameter groups, AdamW and Muon, each beside a naive twin or torch's own."""
 
+import itertools
+
 import train
 from tests.tiny import (
     build,
@@ -244,3 +246,25 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(kind):
     assert torch.equal(idle, torch.ones(4, 4))
     assert not torch.equal(p, torch.ones(4, 4))
     assert p.grad is None and idle.grad is None
+
+
+def test_in_fp16_the_loss_is_scaled_and_an_overflow_changes_nothing(monkeypatch):
+    """2 ** 12 times the loss gives the same step; 1e9 times it is infinite in fp16."""
+    ends = []
+    for scale in (1, 2**12, 1e9):
+        set_knobs(monkeypatch, LOSS_SCALE=scale)
+        model = train.GPT(tiny(), train.attend_sdpa)
+        train.initialise(model, torch.float16, 1)
+        before = snapshot(model)
+        optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float16)
+        train.set_schedules(optimizer, 0.0, 0)
+        x = tokens(model.config)
+        batches = itertools.repeat((x[:, :-1], x[:, 1:], 1))
+        losses = [train.train_step(model, optimizer, next(batches), batches, 1)[0] for _ in "123"]
+        ends.append(losses[-1].item())
+        assert losses[0].item() == pytest.approx(4.11, abs=0.02)
+        same = [torch.equal(before[name], p) for name, p in model.named_parameters()]
+        assert all(same) if scale == 1e9 else not any(same)
+        assert all(p.grad is None for p in model.parameters())
+    assert ends[1] == pytest.approx(ends[0], rel=0.02) and ends[1] < 4
+    assert ends[2] == pytest.approx(4.11, abs=0.02)
