@@ -1,7 +1,7 @@
 """
 The CUDA path of train.py on a machine without a GPU: what can be known of a card that is not there.
 
-    uv run benchmarks/nogpu.py                          # six cards, about a minute each
+    uv run benchmarks/nogpu.py                          # seven cards, about a minute each
     uv run benchmarks/nogpu.py sm_86 --memory 8 16 32   # and the memory of a step of so many rows
     uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium
     uv run benchmarks/nogpu.py sm_90 --rung varlen --set DEPTH=2 ASPECT_RATIO=256

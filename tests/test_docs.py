@@ -177,7 +177,7 @@ def test_resume_prints_what_counts(shell):
     out = shell(block("git status -sb"))
     assert "## autoresearch/" in out and "?? notes" in out
     assert out.index(f"{tried} an idea") < out.rindex(f"{best} baseline")
-    assert f"{tried}\t0.909600" in out and out.endswith("integrity: ok\nexit 0\n")
+    assert f"{tried}\t0.909600" in out and out.endswith("run.log:integrity: ok\nrun.log:exit 0\n")
     assert str(shell.repo) not in out  # nothing runs: pgrep does not find itself
 
 
