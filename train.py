@@ -401,14 +401,18 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self):
-        """One update of every parameter; clears the gradients. They may be larger by a factor, which
-        both updates divide out. In fp16 they may overflow: then nothing changes."""
+        """One update of every parameter; clears the gradients. In fp16 they come larger by
+        LOSS_SCALE and may have overflowed: then nothing changes."""
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
             if p.grad is None:  # it had no part in this step
                 p.grad = torch.zeros_like(p)
-        fits = self.dtype != torch.float16
-        if fits or nn.utils.get_total_norm([p.grad for p in params]).isfinite():
+        fits = True
+        if self.dtype == torch.float16:
+            fits = nn.utils.get_total_norm([p.grad for p in params]).isfinite()
+            for p in params:
+                p.grad.div_(LOSS_SCALE)
+        if fits:
             for group in self.param_groups:
                 if group["kind"] == "muon":
                     self.step_muon(group)
