@@ -9,7 +9,6 @@ import random
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -26,12 +25,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
+def refusal(capsys, function, *arguments, code=2):
+    """The one sentence with which it exits."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        function(*arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == code and error.count("\n") == 1, error
+    return error
+
+
 # ---- Settings ----
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("AUTORESEARCH_PROFILE", "huge"),
-        ("AUTORESEARCH_TIME_BUDGET", "five minutes"),
         ("AUTORESEARCH_TIME_BUDGET", "0"),
         ("AUTORESEARCH_TIME_BUDGET", "inf"),
         ("SEED", "1.5"),
@@ -41,11 +49,7 @@ from hypothesis import strategies as st
 )
 def test_a_bad_environment_gets_one_sentence(name, value, monkeypatch, capsys):
     monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "prepare.py"))
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert name in error and error.count("\n") == 1
+    assert name in refusal(capsys, runpy.run_path, str(ROOT / "prepare.py"))
 
 
 @pytest.mark.parametrize(
@@ -110,37 +114,12 @@ def brute_force(documents, row_len, buffer_docs):
         rows.append(row)
 
 
-def documents_of(lengths):
-    ids = itertools.count(1)
-    documents = [[0, *itertools.islice(ids, length - 1)] for length in lengths]
-    return [np.array(document, dtype=np.uint16) for document in documents]
-
-
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(2, 20), st.integers(1, 12))
 def test_packing_is_best_fit(lengths, row_len, buffer_docs):
-    documents = documents_of(lengths)
+    tokens = np.arange(sum(lengths), dtype=np.uint16)  # no two are the same
+    documents = np.split(tokens, np.cumsum(lengths))[:-1]
     rows = [list(row) for row in prepare.pack_rows(documents, row_len, buffer_docs)]
     assert rows == brute_force(documents, row_len, buffer_docs)
-    assert all(len(row) == row_len and row[0] == 0 for row in rows)
-    used = [token for row in rows for token in row if token]
-    assert len(used) == len(set(used))  # nothing is served twice
-
-
-# ---- Shards ----
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.string_view(),
-        pa.dictionary(pa.int8(), pa.large_string()),
-    ],
-    ids=str,
-)
-def test_columns_of_strings_are_read_however_they_are_encoded(tmp_path, kind):
-    path = tmp_path / "shard.parquet"
-    write_parquet(path, ["one", None, "", "zwei 日本", "one"], kind=kind)
-    written = pq.ParquetFile(path).schema_arrow.field("text").type
-    assert pa.types.is_dictionary(written) == pa.types.is_dictionary(kind)  # as was asked for
-    assert list(prepare.read_shard(path)) == ["one", "zwei 日本", "one"]
 
 
 # ---- Preparation ----
@@ -158,21 +137,9 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def times(folder):
-    """{file: when it was written} of all in it."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path: path.stat().st_mtime_ns for path in files}
-
-
-def refusal(capsys):
-    """The sentence with which a run refuses the cache."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        prepare.check_cache()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1, error
-    assert "run `AUTORESEARCH_PROFILE=small uv run prepare.py`" in error
-    return error
+@pytest.fixture
+def other(tmp_path):
+    return make_corpus(tmp_path / "other", train=(300,), val=400)
 
 
 # The first number of RECIPE, and the sha256 of what it makes. Parquet may differ, this may not.
@@ -195,7 +162,7 @@ def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
     corpus = make_corpus(tmp_path / "corpus", train=(300, 300), val=700)
     rng = random.Random(5)
     long = "".join(rng.choices("aaabcdeé \n.'01", k=250_000))  # the tokenizer learns its beginning
-    write_parquet(corpus / "shard_00000b.parquet", [long, "", "last"])
+    write_parquet(corpus / "shard_00000b.parquet", [long, "", None, "last"])
     run_prepare("--data-dir", corpus)
     made = {name: prepare.sha256(prepare.ROOT / name) for name in prepare.FILES}
     monkeypatch.setattr(prepare, "python_sources", made_up_sources)
@@ -207,73 +174,45 @@ def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
     )
 
 
-def test_preparation_lays_out_the_cache(cache, corpus):
-    root = cache / "small"
-    assert {*contents(root)} == {*prepare.FILES, "manifest.json"}
-    manifest = prepare.check_cache()
-    assert manifest["recipe"] == prepare.RECIPE and manifest["shards"] == [0, 1500]
-    assert manifest["options"]["data_dir"] == str(corpus)
-    assert set(manifest["files"]) == set(prepare.FILES)
-    flat = np.fromfile(root / "train.u16", "<u2")
-    ends = np.load(root / "train.npy")
-    assert ends.dtype == np.int64 and len(ends) == 3001 and ends[-1] == len(flat)
-    tokenizer = prepare.Tokenizer.from_directory()
-    assert (flat[ends[:-1]] == tokenizer.get_bos_token_id()).all()
-    for shard, place in (("shard_00000", 0), ("shard_00001", 1500)):
-        text = next(prepare.read_shard(corpus / f"{shard}.parquet"))
-        assert tokenizer.decode(flat[ends[place] + 1 : ends[place + 1]].tolist()) == text
-
-
-def test_a_second_preparation_changes_nothing(own_cache, corpus, capsys):
-    before = times(own_cache)
-    run_prepare("--data-dir", corpus)
+def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "build", None)
+        run_prepare()
     profile, ready = capsys.readouterr().out.splitlines()
     assert profile.startswith("profile: small, ")
     assert ready.startswith("ready: small profile, 2 training shards; ")
-    assert times(own_cache) == before
-
-
-def test_another_recipe_makes_all_anew(own_cache, monkeypatch, capsys):
     recipe = prepare.RECIPE
-    before = times(own_cache)
     monkeypatch.setattr(prepare, "RECIPE", [recipe[0] + 1, *recipe[1:]])
-    assert "is not prepared" in refusal(capsys)
+    sentence = "is not prepared; run `AUTORESEARCH_PROFILE=small uv run prepare.py`"
+    assert sentence in refusal(capsys, prepare.check_cache)
     run_prepare()
-    prepare.check_cache()
-    assert not set(times(own_cache).values()) & set(before.values())
+    assert prepare.check_cache()["recipe"] == prepare.RECIPE
     monkeypatch.setattr(prepare, "RECIPE", recipe)
-    assert "is not prepared" in refusal(capsys)
+    assert sentence in refusal(capsys, prepare.check_cache)
 
 
-def test_another_corpus_replaces_the_first(own_cache, corpus, tmp_path):
-    before = contents(corpus)
-    other = make_corpus(tmp_path / "other", train=(900,), val=400)
-    run_prepare("--data-dir", other)
-    assert prepare.check_cache()["shards"] == [0]
-    assert len(np.load(prepare.ROOT / "train.npy")) == 901
-    write_parquet(other / "shard_00000.parquet", make_texts(500))
-    run_prepare()  # notices that
-    assert len(np.load(prepare.ROOT / "train.npy")) == 501
-    assert contents(corpus) == before  # a user's folder is read, never written
-
-
-def test_without_a_choice_the_corpus_stays(own_cache, tmp_path, monkeypatch):
+def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
     """program.md and many a message say `uv run prepare.py`: that must not replace a corpus of
     one's own."""
-    other = make_corpus(tmp_path / "other", train=(300,), val=400)
     monkeypatch.chdir(tmp_path)
     run_prepare("--data-dir", "other")
     monkeypatch.chdir("/")
-    before = contents(own_cache / "small")
-    assert prepare.load_manifest()["options"]["data_dir"] == str(other)
-    (own_cache / "small/val.u16").unlink()
+    assert prepare.check_cache()["options"]["data_dir"] == str(other)
+    assert len(np.load(prepare.ROOT / "train.npy")) == 301
+    write_parquet(other / "shard_00000.parquet", make_texts(500))
+    own = contents(other)
+    run_prepare()  # notices that
+    assert len(np.load(prepare.ROOT / "train.npy")) == 501
+    before = contents(own_cache)
+    (prepare.ROOT / "val.u16").unlink()
     run_prepare()
-    assert contents(own_cache / "small") == before
+    assert contents(own_cache) == before
     moved = shutil.copytree(other, tmp_path / "moved")
     run_prepare("--data-dir", moved)
-    assert prepare.load_manifest()["options"]["data_dir"] == str(moved)
-    del before["manifest.json"]  # what a record's `data` is the hash of stays
-    assert contents(own_cache / "small").items() > before.items()
+    assert prepare.check_cache()["options"]["data_dir"] == str(moved)
+    del before["small/manifest.json"]  # what a record's `data` is the hash of stays
+    assert contents(own_cache).items() > before.items()
+    assert contents(other) == own  # a user's folder is read, never written
 
 
 # ---- Damage ----
@@ -283,115 +222,63 @@ def flip(path, place):
     path.write_bytes(content)
 
 
-DAMAGE = {
-    "truncated tokens": ("train.u16", lambda path: os.truncate(path, path.stat().st_size // 2)),
-    "no ends": ("train.npy", os.unlink),
-    "edited rows": ("val.u16", lambda path: flip(path, 5)),
-    "edited tokenizer": ("tokenizer.tiktoken", lambda path: flip(path, 1000)),
-    "edited tokens": ("train.u16", lambda path: flip(path, 3000)),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_cache_is_refused_and_mended(case, own_cache, capsys):
-    name, spoil = DAMAGE[case]
+@pytest.mark.parametrize(
+    ("name", "spoil", "seen"),
+    [
+        ("train.u16", lambda path: os.truncate(path, 5000), True),
+        ("train.npy", os.unlink, True),
+        ("val.u16", lambda path: flip(path, 5), True),
+        ("tokenizer.tiktoken", lambda path: flip(path, 1000), True),
+        ("train.u16", lambda path: flip(path, 3000), False),  # a run would hash gigabytes
+    ],
+)
+def test_a_damaged_cache_is_refused_and_mended(name, spoil, seen, own_cache, capsys):
     before = contents(own_cache)
-    spoil(own_cache / "small" / name)
-    if case == "edited tokens":  # not seen by a run, which would hash gigabytes
-        prepare.check_cache()
+    spoil(prepare.ROOT / name)
+    if seen:
+        sentence = refusal(capsys, prepare.check_cache)
+        assert f"small/{name} is missing or not as it was prepared; run `" in sentence
     else:
-        assert f"small/{name} is missing or not as it was prepared" in refusal(capsys)
+        prepare.check_cache()
     run_prepare()
-    prepare.check_cache()
     assert contents(own_cache) == before
 
 
 # ---- Interruptions ----
-NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+def test_a_build_that_fails_leaves_the_old_cache(own_cache, other, monkeypatch, capsys):
+    before = contents(prepare.ROOT)
 
-
-@pytest.mark.parametrize(
-    ("error", "code", "sentence"),
-    [
-        (NO_SPACE, 2, "No space left on device; free space"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
-    ids=["no space", "interrupt"],
-)
-def test_an_interrupted_build_leaves_the_old_cache(
-    error, code, sentence, own_cache, tmp_path, monkeypatch, capsys
-):
-    other = make_corpus(tmp_path / "other", train=(300,), val=400)
-    before = contents(own_cache / "small")
-
-    def interrupted(shards, tokenizer, folder):
+    def write_tokens(shards, tokenizer, folder):
         (folder / prepare.TOKENS_FILE).write_bytes(b"half")
-        raise error
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(prepare, "write_tokens", interrupted)
-        run_prepare("--data-dir", other)
-    said = capsys.readouterr().err
-    assert stop.value.code == code and sentence in said and said.count("\n") == 1
-    assert contents(own_cache / "small") == before
-    prepare.check_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "write_tokens", write_tokens)
+        sentence = refusal(capsys, run_prepare, "--data-dir", other)
+    assert "No space left on device; free space, or set AUTORESEARCH_CACHE" in sentence
+    assert contents(prepare.ROOT) == before
     run_prepare("--data-dir", other)
     assert prepare.check_cache()["options"]["data_dir"] == str(other)
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
-@pytest.mark.parametrize("moved", [0, 2, 4])
-def test_a_build_that_dies_between_the_moves_leaves_no_manifest(
-    moved, own_cache, tmp_path, monkeypatch, capsys
+def test_a_build_that_ends_between_the_moves_leaves_no_manifest(
+    own_cache, other, monkeypatch, capsys
 ):
-    other = make_corpus(tmp_path / "other", train=(300,), val=400)
-    moves = []
-    real = os.replace
+    move = os.replace
 
-    def replace(*paths):
-        if len(moves) == moved:
+    def replace(old, new):
+        if new.name == prepare.ENDS_FILE:  # the third
             raise KeyboardInterrupt
-        moves.append(paths)
-        real(*paths)
+        move(old, new)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
-        run_prepare("--data-dir", other)
-    assert len(moves) == moved and "is not prepared" in refusal(capsys)
+        assert "interrupted" in refusal(capsys, run_prepare, "--data-dir", other, code=130)
+    assert "is not prepared" in refusal(capsys, prepare.check_cache)
     run_prepare("--data-dir", other)
     manifest = prepare.check_cache()
-    assert manifest["options"]["data_dir"] == str(other)
     assert not prepare.find_damaged(manifest["files"], prepare.FILES)
-
-
-# ---- Permissions and locks ----
-
-
-def test_an_unusable_cache_gets_one_sentence(tmp_path, corpus, monkeypatch, capsys):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(prepare, "ROOT", tmp_path / "file/small")
-    with pytest.raises(SystemExit) as stop:
-        run_prepare("--data-dir", corpus)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and "AUTORESEARCH_CACHE" in error and error.count("\n") == 1
-
-
-HOLDER = """
-import prepare, sys
-print(prepare.lock(sys.argv[1]), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_folder_is_locked_by_one_process_at_a_time(tmp_path):
-    command = [sys.executable, "-c", HOLDER, tmp_path]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as holder:
-        assert holder.stdout.readline() == b"True\n"
-        assert prepare.lock(tmp_path) is False
-        holder.kill()
-    assert prepare.lock(tmp_path) is True
-    assert not list(tmp_path.iterdir())
 
 
 # ---- The embedded corpus ----
@@ -417,16 +304,6 @@ def test_the_embedded_corpus_is_split_by_file_and_nothing_is_lost(monkeypatch):
 
 
 # ---- Bad input: one sentence, exit code 2, nothing lost ----
-def remove_all_but_one(folder):
-    (folder / "shard_00000.parquet").unlink()
-    (folder / "shard_00001.parquet").unlink()
-
-
-def empty_all(folder):
-    for path in folder.glob("*"):
-        write_parquet(path, ["", None], kind=pa.string())
-
-
 def damage_page(path):
     """In the middle of many."""
     table = pa.table({"text": make_texts(2000)})
@@ -435,39 +312,27 @@ def damage_page(path):
     flip(path, path.stat().st_size // 2)
 
 
-BAD_INPUT = {  # name: (what spoils the folder, what the sentence says)
-    "no such folder": (shutil.rmtree, "a folder of at least two *.parquet files"),
-    "one shard": (remove_all_but_one, "a folder of at least two *.parquet files"),
-    "no text": (
-        lambda folder: write_parquet(folder / "shard_00000.parquet", ["a"], "body"),
-        "no column `text`",
-    ),
-    "not parquet": (
-        lambda folder: (folder / "shard_00001.parquet").write_text("<html>"),
-        "not a whole parquet file",
-    ),
-    "a damaged page, for the tokenizer": (
-        lambda folder: damage_page(folder / "shard_00001.parquet"),
-        "not a whole parquet file",
-    ),
-    "empty corpus": (empty_all, "hold no text"),
-    "too little validation": (
-        lambda folder: write_parquet(folder / "shard_00002.parquet", ["short"]),
-        "fills only 0 rows",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize(
+    ("name", "spoil", "words"),
+    [
+        ("shard_00000", os.unlink, "a folder of at least two *.parquet files"),
+        ("shard_00000", lambda path: write_parquet(path, ["a"], "body"), "no column `text`"),
+        ("shard_00000", lambda path: write_parquet(path, ["", None]), "hold no text"),
+        ("shard_00000", damage_page, "not a whole parquet file"),
+        ("shard_00001", lambda path: write_parquet(path, ["short"]), "fills only 0 rows"),
+    ],
+)
 def test_bad_corpora_get_one_sentence_and_leave_the_cache_as_it_was(
-    case, own_cache, tmp_path, capsys
+    name, spoil, words, own_cache, other, capsys
 ):
-    spoil, sentence = BAD_INPUT[case]
-    before = times(own_cache / "small")
-    spoil(make_corpus(tmp_path / "corpus", train=(40, 40), val=40))
-    with pytest.raises(SystemExit) as stop:
-        run_prepare("--data-dir", tmp_path / "corpus")
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and sentence in error and error.count("\n") == 1, error
-    assert times(own_cache / "small") == before
-    prepare.check_cache()
+    before = contents(prepare.ROOT)
+    spoil(other / f"{name}.parquet")
+    assert words in refusal(capsys, run_prepare, "--data-dir", other)
+    assert contents(prepare.ROOT) == before
+
+
+def test_the_sources_are_those_of_the_library_and_of_packages(monkeypatch):
+    monkeypatch.setattr(prepare, "PACKAGES", ["tqdm"])
+    names = [*prepare.python_sources().values()]
+    assert "argparse.py" in names and "tqdm/std.py" in names and len(names) > 500
+    assert not any("/tests/" in name or "site-packages" in name for name in names)

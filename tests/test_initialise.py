@@ -1,9 +1,10 @@
 """initialise sets everything, by its table."""
 
 import math
+import re
 
 import train
-from tests.tiny import build, record_inputs, set_knobs, snapshot, take_steps, tiny, tokens
+from tests.tiny import build, record_inputs, set_knobs, snapshot, tiny, tokens
 
 import pytest
 import torch
@@ -15,22 +16,18 @@ def test_initialisation_follows_the_table(monkeypatch):
     model = build(tiny(layers=3), scramble=False)
     assert model.wte.weight.std().item() == pytest.approx(3, rel=0.05)
     assert model.lm_head.weight.std().item() == pytest.approx(0.5, rel=0.05)
-    assert list(model.value_embeddings) == ["0", "2"]
-    uniform = [table.weight for table in model.value_embeddings.values()]
-    zero = []
-    for block in model.blocks:
-        attention = block.attention
-        uniform += [attention.q.weight, attention.k.weight, attention.v.weight, block.mlp.up.weight]
-        zero += [attention.out.weight, block.mlp.down.weight]
-        zero += [attention.gate.weight] if attention.gate else []
-    assert len(zero) == 8
-    assert not any(weight.any() for weight in zero)
-    s = 0.25 * math.sqrt(3 / 64)
-    for weight in uniform:
-        assert 0.9 * s < weight.max() <= s
-        assert -s <= weight.min() < -0.9 * s
     assert model.resid_lambdas.tolist() == [0.75] * 3
     assert model.x0_lambdas.tolist() == [-2.0] * 3
+    s = 0.25 * math.sqrt(3 / 64)
+    names = []
+    for name, weight in model.named_parameters():
+        if re.search(r"\.(out|down|gate)\.", name):
+            assert not weight.any()
+        elif "." in name.removesuffix(".weight"):  # a table of values or a matrix in a block
+            assert 0.9 * s < weight.max() <= s
+            assert -s <= weight.min() < -0.9 * s
+        names.append(name)
+    assert len(names) == 2 + 2 + 2 + 3 * 6 + 2  # outside, lambdas, tables, matrices, gates
 
 
 @pytest.mark.parametrize("base", [10000, 50])
@@ -38,12 +35,10 @@ def test_the_angles_are_those_of_the_definition(monkeypatch, base):
     """Position t, pair d of D / 2: t * base ** (-2 d / D)."""
     set_knobs(monkeypatch, ROPE_BASE=base)
     model = build(tiny())
-    assert model.cos.shape == model.sin.shape == (32, 1, 16)
-    for t in (0, 1, 31):
-        for d in (0, 1, 15):
-            angle = t * base ** (-2 * d / 32)
-            assert model.cos[t, 0, d].item() == pytest.approx(math.cos(angle), abs=1e-5)
-            assert model.sin[t, 0, d].item() == pytest.approx(math.sin(angle), abs=1e-5)
+    angles = [[[t * base ** (-2 * d / 32) for d in range(16)]] for t in range(32)]
+    angles = torch.tensor(angles, dtype=torch.float64)
+    torch.testing.assert_close(model.cos.double(), angles.cos(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.sin.double(), angles.sin(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -65,11 +60,22 @@ def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
 def test_the_seed_decides_and_nothing_of_before_remains():
     model = build(tiny(), seed=1, scramble=False)
     first = snapshot(model)
-    take_steps(model, 3)
+    for parameter in model.parameters():
+        parameter.data.add_(1)
     model.cos.zero_()
     train.initialise(model, torch.float32, 1)
     assert all(torch.equal(first[name], p) for name, p in model.named_parameters())
     assert model.cos[0].eq(1).all()
-    other = snapshot(build(tiny(), seed=2, scramble=False))
-    assert not torch.equal(first["wte.weight"], other["wte.weight"])
-    assert not torch.equal(first["blocks.0.mlp.up.weight"], other["blocks.0.mlp.up.weight"])
+    other = build(tiny(), seed=2, scramble=False)
+    for name in ("wte", "lm_head", "blocks.0.mlp.up"):
+        assert not torch.equal(first[f"{name}.weight"], other.get_submodule(name).weight)
+
+
+def test_in_fp16_the_tables_stay_in_fp32_and_the_stream_does_not():
+    """And with the tables AdamW's second moments, which would vanish."""
+    model = train.GPT(tiny(), train.attend_sdpa)
+    train.initialise(model, torch.float16, 1)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    seen = record_inputs(model.blocks[1])
+    model(tokens(model.config))
+    assert seen[0].dtype == torch.float16

@@ -74,19 +74,13 @@ def test_a_rerun_finds_nothing_that_an_earlier_run_left(night, capfd):
     assert sorted(night.parent.rglob("*")) == sorted([*before, prepare.RUNS, path])
 
 
-def test_no_commit(night, capsys):
+def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, capsys):
     with pytest.raises(SystemExit, match="2"):
         rerun.main("nonsense")
-    said = capsys.readouterr().err
-    assert said.startswith("error: nonsense is no commit of this folder; ")
-
-
-def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, capsys):
+    assert capsys.readouterr().err.startswith("error: nonsense is no commit of this folder; ")
     command = [sys.executable, "tools/rerun.py", "HEAD"]
-    environment = os.environ | {"SLEEP": "60"}
-    with subprocess.Popen(
-        command, cwd=night, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"env": os.environ | {"SLEEP": "60"}, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=night, **pipes) as process:
         said, _, run = process.stdout.readline().rpartition(" ")
         assert said == "it runs"
         with pytest.raises(SystemExit, match="2"):
