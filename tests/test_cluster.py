@@ -352,4 +352,4 @@ def test_a_sweep_on_a_real_slurm(two_commits, say, cache, tmp_path):
         assert row["std"] != "-"
 
     (folder / "job").unlink()  # what the files alone tell, once Slurm has forgotten
-    assert parse(say(sweep, "--collect", folder).stdout) == (tasks, commits)
+    assert parse(say(sweep, "--collect", folder).stdout) == [tasks, commits]

@@ -102,7 +102,6 @@ def test_each_flag_has_its_limit(fresh_run):
     fresh_run.eval_ended = 403.9 + 299
     prepare._imported = 100 - 299.0
     assert prepare.flags() == "ok"
-    fresh_run.served.clear()
     batches(fresh_run, (20, 5.0, 10, 10), (20, 10.0, 10, 10))
     fresh_run.eval_began = 404.1
     fresh_run.eval_ended = 404.1 + 301
