@@ -87,21 +87,10 @@ def test_attention(call, tiny, monkeypatch):
 
 def test_where_the_time_of_a_step_goes(call, tiny, cache, fresh_run, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE", "")
-    measured = []
-    where_time_goes = step.where_time_goes
-
-    def noted(*args):
-        measured.append(where_time_goes(*args))
-        return measured[-1]
-
-    monkeypatch.setattr(step, "where_time_goes", noted)
     rows, out = call(step, "--steps", "2", "--set", "COMPILE=False")
     del rows["part of a step"]
-    [parts] = measured
-    assert rows.keys() == parts.keys()
-    for name in ("products", "attention", "update: products", "loader"):
-        # Not as printed: a small share is 0.000 while other programs run.
-        assert 0 < parts[name] / sum(parts.values()) < 1
+    for name in ("products", "attention", "update: products"):
+        assert float(rows[name][0]) > 0, name
     assert sum(float(share) for _, share in rows.values()) == pytest.approx(1, abs=0.01)
     assert re.search(r"[0-9]+ tokens/s: [0-9]+ GFLOP/s by the model's count, 0\.[0-9]+ of", out)
 
@@ -122,8 +111,6 @@ def test_steps_in_turn(call, monkeypatch):
 
 
 # ---- Whole runs ----
-
-
 FAKE = """
 import json, os, pathlib, sys
 seed = os.environ.get("SEED", "none")
@@ -165,9 +152,7 @@ def test_runs_in_turn(call, fakes):
     assert "data differs, before and after" in output
 
 
-# ---- Sweep and random search ----
-
-
+# ---- Random search ----
 def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypatch):
     settings = []
     scores = [0.92, 0.90, 0.90, math.nan, 0.89, 0.95, 0.8]
@@ -233,19 +218,6 @@ def test_the_simulated_nights_stay_the_same():
     """Numbers in texts were made by them."""
     gains = [protocol.true_gain(protocol.Rule(), n, 7) for n in protocol.NIGHTS.values()]
     assert np.round(gains, 2).tolist() == [29.13, 23.38, 233.41, 33.82, 243.97, 199.45]
-
-
-# ---- What they share ----
-
-
-def test_the_reason_why_a_script_failed(tmp_path):
-    assert common.last_words("step 1\nerror: no room\nTraceback\n") == "error: no room"
-    assert common.last_words("step 1\nValueError: x\n\n") == "ValueError: x"
-    assert common.last_words("") == "it said nothing"
-    script = tmp_path / "train.py"
-    script.write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(common.RunError, match="had not ended after 1 s"):
-        common.run_script(script, {}, limit=1)
 
 
 def test_every_command_of_the_benchmarks_is_documented():

@@ -69,13 +69,3 @@ def test_the_seed_decides_and_nothing_of_before_remains():
     other = build(tiny(), seed=2, scramble=False)
     for name in ("wte", "lm_head", "blocks.0.mlp.up"):
         assert not torch.equal(first[f"{name}.weight"], other.get_submodule(name).weight)
-
-
-def test_in_fp16_the_tables_stay_in_fp32_and_the_stream_does_not():
-    """And with the tables AdamW's second moments, which would vanish."""
-    model = train.GPT(tiny(), train.attend_sdpa)
-    train.initialise(model, torch.float16, 1)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    seen = record_inputs(model.blocks[1])
-    model(tokens(model.config))
-    assert seen[0].dtype == torch.float16

@@ -46,18 +46,6 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
 
 
 # ---- Layers ----
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_honours_its_bias(dtype):
-    torch.manual_seed(0)
-    layer = train.Linear(3, 2, bias=True)
-    x = torch.randn(5, 3).to(dtype)
-    out = layer(x)
-    assert out.dtype == dtype
-    assert layer.weight.dtype == layer.bias.dtype == torch.float32
-    torch.testing.assert_close(out, x @ layer.weight.to(dtype).T + layer.bias.to(dtype))
-    out.sum().backward()
-    assert layer.bias.grad.tolist() == [5.0, 5.0]
-    torch.testing.assert_close(layer.weight.grad, x.float().sum(0).expand(2, 3), rtol=2e-2, atol=0)
 
 
 def test_rotation_turns_by_the_position():
@@ -164,8 +152,6 @@ def test_the_model_is_causal_and_its_window_reaches_no_further(window):
 
 
 # ---- Parts switched off ----
-
-
 def test_the_x0_weight_adds_the_embedding_before_the_layer():
     """With blocks that do nothing, as at the start, the stream is a sum that paper can follow."""
     model = build(tiny(), scramble=False)
