@@ -25,6 +25,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -909,10 +910,9 @@ def write_tokens(shards, tokenizer, folder):
 
 
 # ---- Commands ----
-def build(wanted, shards):
-    """Makes the derived files in a folder beside ROOT and moves them into place, the manifest last:
-    no run sees a mixture of old and new files."""
-    new = ROOT.with_name(f"{ROOT.name}.new")
+def build(wanted, shards, new):
+    """Makes the derived files in `new`, a folder beside ROOT, and moves them into place, the
+    manifest last: no run sees a mixture of old and new files."""
     new.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(shards[:-1], new)
     write_rows(shards[-1], tokenizer, new)
@@ -923,7 +923,6 @@ def build(wanted, shards):
     (ROOT / "manifest.json").unlink(missing_ok=True)
     for name in (*FILES, "manifest.json"):
         os.replace(new / name, ROOT / name)
-    new.rmdir()
     return manifest
 
 
@@ -936,8 +935,10 @@ def prepare(options):
     corpus, get_shards = find_corpus(options)
     wanted = {"recipe": RECIPE, "corpus": corpus}
     found = {key: manifest.get(key) for key in wanted}
+    new = ROOT.with_name(f"{ROOT.name}.new")
     if found != wanted or find_damaged(manifest["files"], FILES):
-        manifest = build(wanted | {"options": options}, get_shards())
+        manifest = build(wanted | {"options": options}, get_shards(), new)
+    shutil.rmtree(new, ignore_errors=True)  # an interrupted build's too
     count = len(manifest["shards"])
     print(f"ready: {PROFILE} profile, {count} training shards; next: uv run train.py")
 

@@ -175,9 +175,13 @@ def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
 
 
 def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, capsys):
+    interrupted = prepare.ROOT.with_name("small.new")
+    interrupted.mkdir()
+    (interrupted / "val.u16").touch()
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "build", None)
         run_prepare()
+    assert not interrupted.exists()
     profile, ready = capsys.readouterr().out.splitlines()
     assert profile.startswith("profile: small, ")
     assert ready.startswith("ready: small profile, 2 training shards; ")
