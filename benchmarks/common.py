@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -115,18 +114,7 @@ def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
     (folder / "prepare.py").write_bytes(script.with_name("prepare.py").read_bytes())
 
 
-# ---- Tokens ----
-def training_documents():
-    """Yields those that were prepared, uint16, in the order of the shards."""
-    import prepare
-
-    import numpy as np
-
-    tokens = np.memmap(prepare.ROOT / prepare.TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
-    for begin, end in pairwise(np.load(prepare.ROOT / prepare.ENDS_FILE)):
-        yield tokens[begin:end]
-
-
+# ---- Steps in this process ----
 def random_tokens(vocab_size, shape, device):
     """int64 of that shape. Token i has a share of about 1 / (i + 1) (Zipf's law): as in a text a few
     are frequent, and where a token repeats, the gradient of its embedding takes longer to add up."""
@@ -135,7 +123,6 @@ def random_tokens(vocab_size, shape, device):
     return torch.rand(shape, device=device).mul(math.log(vocab_size)).exp().long() - 1
 
 
-# ---- Steps in this process ----
 PARTS = ("step", "forward", "backward", "update")
 
 

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import prepare
 import train
-from benchmarks.common import training_documents
 
 import numpy as np
 import torch
@@ -74,15 +73,6 @@ def build():
     return model
 
 
-def read_batches(count, rows):
-    """[inputs, targets, epoch] of the training tokens."""
-    packed = prepare.pack_rows(training_documents(), prepare.MAX_SEQ_LEN + 1)
-    for _ in range(count):
-        batch = np.stack(list(itertools.islice(packed, rows))).astype(np.int64)
-        batch = torch.from_numpy(batch)
-        yield batch[:, :-1], batch[:, 1:], 1
-
-
 def train_on(model, batches, leak):
     """One step per batch, at a learning rate that falls to 0, with what the leak lets be seen."""
     for block in model.blocks:
@@ -122,12 +112,11 @@ def main():
     parser.add_argument("--rows", type=int, default=8, help="rows per step")
     parser.add_argument("--draws", type=int, default=40)
     args = parser.parse_args()
-    prepare.check_cache()
-    rows = np.fromfile(prepare.ROOT / prepare.ROWS_FILE, dtype="<u2")
-    rows = rows.reshape(-1, prepare.MAX_SEQ_LEN + 1)
-    token_bytes = prepare.Tokenizer.from_directory().token_bytes
+    loader = prepare.make_dataloader(None, args.rows, prepare.MAX_SEQ_LEN)
+    batches = list(itertools.islice(loader, args.steps + args.more))
+    rows = prepare._run.rows
+    token_bytes = prepare._run.token_bytes
     count = token_bytes[rows[:, 1:]].sum()
-    batches = list(read_batches(args.steps + args.more, args.rows))
     begin = train_on(build(), batches[: args.steps], "none")
     honest = None
     print("| leak | val_bpb | worth | seen |\n|---|---|---|---|", flush=True)

@@ -2,8 +2,7 @@
 The CUDA path of train.py on a machine without a GPU: what can be known of a card that is not there.
 
     uv run benchmarks/nogpu.py                          # seven cards, about a minute each
-    uv run benchmarks/nogpu.py sm_86 --memory 8 16 32   # and the memory of a step of so many rows
-    uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium
+    uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium   # a step of so many rows
     uv run benchmarks/nogpu.py sm_90 --rung varlen --set DEPTH=2 ASPECT_RATIO=256
 
 torch is made to believe in the card, and all tensors are fakes, which have a shape but no values.
@@ -36,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 from benchmarks.common import ROOT, print_header, print_row, set_knobs
 
 GIB = 2**30
+KERNELS = ("rung", "kernels", "compiled", "shared, KiB", "breaks", "launches", "products")
+MEMORY = ("rung", "rows", "before a step, GiB", "peak of a step", "of evaluation")
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,6 @@ def pretend_card(card):
         uuid="none",
     )
 
-    class Guard:
-        def __init__(self, device):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            return False
-
     stream = SimpleNamespace(cuda_stream=0, stream_id=0)
     answers = {
         "is_available": lambda: True,
@@ -109,8 +100,8 @@ def pretend_card(card):
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "_lazy_init": lambda: None,
-        "_DeviceGuard": Guard,
-        "device": Guard,
+        "_DeviceGuard": contextlib.nullcontext,
+        "device": contextlib.nullcontext,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: card.capability,
         "get_device_name": lambda device=None: card.name,
@@ -465,65 +456,46 @@ def examine(args):
             meter.peak = meter.now
             with meter.mode:
                 compiled_model(inputs[: prepare.EVAL_BATCH])
-    found = {
+    errors = []
+    made = [(kernel.name, result) for kernel in kernels for result in kernel.compiled]
+    for name, result in made:
+        if isinstance(result, Exception):
+            reason = str(result).strip().splitlines() or [""]
+            errors.append(f"{name}: {type(result).__name__}: {reason[0][:200]}")
+    shared = max((shared_memory(result) for _, result in made), default=0)
+    if shared > card.shared * 1024:
+        errors.append(f"{shared} bytes of shared memory are too many")
+    if counters["graph_break"]:
+        errors.append(f"graph breaks: {list(counters['graph_break'])}"[:300])
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
         "rung": rung,
         "rows": rows,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "flops_per_token": model.flops_per_token(),
+        "model": f"{parameters / 1e6:.1f} M parameters, {model.flops_per_token():.3g} FLOPs",
         "kernels": len(kernels),
+        "compiled": sum(not isinstance(result, Exception) for _, result in made),
+        "shared, KiB": f"{shared / 1024:.0f} of {card.shared}",
+        "breaks": sum(counters["graph_break"].values()),
         "launches": launches,
         "products": products,
-        "breaks": sum(counters["graph_break"].values()),
-        "base": base,
-        "peak": training_peak,
-        "evaluation": meter.peak,
-        "errors": [],
-        "variants": 0,
-        "shared": 0,
+        "before a step, GiB": round(base / GIB, 2),
+        "peak of a step": round(training_peak / GIB, 2),
+        "of evaluation": round(meter.peak / GIB, 2),
+        "errors": errors,
     }
-    for kernel in kernels:
-        for made in kernel.compiled:
-            if isinstance(made, Exception):
-                reason = str(made).strip().splitlines() or [""]
-                found["errors"].append(f"{kernel.name}: {type(made).__name__}: {reason[0][:200]}")
-                continue
-            found["variants"] += 1
-            found["shared"] = max(found["shared"], shared_memory(made))
-    if found["shared"] > card.shared * 1024:
-        found["errors"].append(f"{found['shared']} bytes of shared memory are too many")
-    if found["breaks"]:
-        found["errors"].append(f"graph breaks: {list(counters['graph_break'])}"[:300])
-    return found
 
 
 # ---- All cards ----
-def in_a_process(card, args, rows=None):
+def in_a_process(args, card, rows):
     """`examine` in a process of its own, since it changes torch for good."""
-    command = [sys.executable, __file__, card, "--alone", "--set", *args.set]
-    command += ["--profile", args.profile]
-    if args.rung:
-        command += ["--rung", args.rung]
-    if rows:
-        command += ["--memory", str(rows)]
+    asked = json.dumps(vars(args) | {"card": card, "rows": rows})
+    command = [sys.executable, __file__, "--alone", asked]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         said = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
         return {"errors": [said[-1][:300]]}
-
-
-def print_memory(found):
-    sizes = "all failed"
-    print_header("card", "rung", "rows", "before a step, GiB", "peak of a step", "of evaluation")
-    for (card, rows), one in found.items():
-        if not one["errors"]:
-            values = [f"{one[key] / GIB:.2f}" for key in ("base", "peak", "evaluation")]
-            print_row(card, one["rung"], rows, *values)
-            sizes = (
-                f"{one['parameters'] / 1e6:.1f} M parameters, {one['flops_per_token']:.3g} FLOPs"
-            )
-    print(f"\n{sizes} per token")
 
 
 def main():
@@ -533,44 +505,30 @@ def main():
     parser.add_argument("--profile", choices=("full", "medium"), default="full")
     parser.add_argument("--rung", help="of the attention ladder (the first that the card has)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", help=argparse.SUPPRESS)  # what in_a_process asks
     args = parser.parse_args()
     unknown = [card for card in args.cards if card not in CARDS]
     if unknown:
         parser.error(f"{unknown[0]} is none of {', '.join(CARDS)}")
     if args.alone:
-        args.card = args.cards[0]
-        args.rows = args.memory[0] if args.memory else None
-        print(json.dumps(examine(args)))
+        print(json.dumps(examine(SimpleNamespace(**json.loads(args.alone)))))
         return
     cards = args.cards or list(CARDS)
     with multiprocessing.pool.ThreadPool(max(1, (os.cpu_count() or 2) // 2)) as pool:
         jobs = [(card, rows) for card in cards for rows in (args.memory or [None])]
 
         def work(job):
-            return job, in_a_process(job[0], args, job[1])
+            return job, in_a_process(args, *job)
 
         found = dict(pool.imap(work, jobs))
-    if args.memory:
-        print_memory(found)
-    else:
-        columns = (
-            "rung",
-            "kernels",
-            "compiled",
-            "shared memory, KiB",
-            "breaks",
-            "launches",
-            "products",
-        )
-        print_header("card", *columns)
-        for (card, _), one in found.items():
-            if "kernels" in one:
-                shared = f"{one['shared'] / 1024:.0f} of {CARDS[card].shared}"
-                keys = ("breaks", "launches", "products")
-                values = [one[key] for key in ("rung", "kernels", "variants")]
-                print_row(card, *values, shared, *[one[key] for key in keys])
-    print()
+    columns = MEMORY if args.memory else KERNELS
+    print_header("card", *columns)
+    model = "no model"
+    for (card, _), one in found.items():
+        if "rung" in one:
+            print_row(card, *[one[column] for column in columns])
+            model = one["model"]
+    print(f"\n{model} per token\n")
     for (card, rows), one in found.items():
         of_rows = f", {rows} rows" if rows else ""
         verdict = "; ".join(one["errors"]) or "ok"

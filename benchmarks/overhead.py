@@ -1,17 +1,18 @@
 """
-Where the seconds go that are not training, from the start of the process to its end, by stage.
+What a run costs besides training: its start and its end, warm and with an empty compiler cache; and
+what the parts of the ruler take, each beside the plain way: packing, the metric, tokenisation.
 
-    uv run benchmarks/overhead.py                    # median of three runs, after one not counted
-    uv run benchmarks/overhead.py --cold             # and of runs with an empty compiler cache
+    uv run benchmarks/overhead.py                     # needs a prepared cache, of any profile
+    uv run benchmarks/overhead.py --runs 0            # the parts alone
 
-Whole runs of train.py as it is, with a short budget; a stage ends with the line that follows it.
-The ratio is that of a cold run to a warm one, in turn. The first step counts as training too.
-benchmarks/compare.py shows two versions.
+Runs are those of train.py as it is, with a short budget, cold and warm in turn. Packing's plain way
+looks at every document of the buffer for each place in a row; where its rows differ, the exit code
+is 1. The metric's are bare forward passes of train.py's model over random rows. Tokenisation's is
+one thread, on the first shard.
 """
 
 import argparse
-import os
-import subprocess
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -19,112 +20,197 @@ from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+import prepare
+import train
 from benchmarks.common import (
     ROOT,
     RunError,
-    last_words,
+    build,
     print_header,
     print_row,
+    run_training,
 )
 
-STAGES = {  # name: how the line begins that ends it
-    "interpreter, imports, cache check": "run:",
-    "attention probe, model": "model:",
-    "compilation and warm-up": "training:",
-    "first batch, first step": "step ",
-    "later steps, evaluation": "---",
-}
-LAST_STAGE = "report, exit"
-OUTSIDE = "all but training"
-SHOWN = [*STAGES, "evaluation", LAST_STAGE, OUTSIDE]
-SHOWN.remove("later steps, evaluation")  # the budget decides about the steps
+import numpy as np
+import torch
+
+BUDGET = 10  # seconds of training of a run
+STAGES = ("startup", "evaluation", "interpreter and exit", "all but training")
 
 
-def stages(seconds, runs, inductor=None, script=ROOT / "train.py"):
-    """{stage: seconds} of one run of `script`, with a budget of `seconds`, its record in `runs`,
-    its compiler cache in `inductor`. Raises RunError."""
-    own = {"AUTORESEARCH_TIME_BUDGET": str(seconds), "AUTORESEARCH_RUNS": str(runs)}
-    own["PYTHONUNBUFFERED"] = "1"
-    if inductor is not None:
-        own["TORCHINDUCTOR_CACHE_DIR"] = str(inductor)
-    ends = iter(STAGES.items())
-    stage, mark = next(ends)
-    found = {}
-    block = {}
-    lines = []
-    begun = perf_counter()
-    before = begun
-    with subprocess.Popen(
-        [sys.executable, script],
-        cwd=script.parent,
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        for line in process.stdout:
-            lines.append(line)
-            key, colon, value = line.partition(": ")
-            if colon:
-                block[key] = value.strip()
-            if mark and line.startswith(mark):
-                found[stage] = perf_counter() - before
-                before = perf_counter()
-                stage, mark = next(ends, (LAST_STAGE, ""))
-    end = perf_counter()
-    if process.returncode:
-        raise RunError(f"exit {process.returncode}: {last_words(''.join(lines))}")
-    if stage != LAST_STAGE:
-        raise RunError(f"no line began with {mark}, where {stage!r} ends")
-    found[LAST_STAGE] = end - before
-    found["evaluation"] = float(block["eval_seconds"])
-    found[OUTSIDE] = end - begun - float(block["training_seconds"])
-    return found
+# ---- Whole runs ----
+def run_stages(inductor):
+    """Seconds of a run, in the order of STAGES, with its compiler cache in `inductor`."""
+    run = run_training(ROOT, BUDGET, {"TORCHINDUCTOR_CACHE_DIR": inductor})
+    startup = run.record["startup_seconds"]
+    evaluation = run.record["eval_seconds"]
+    return startup, evaluation, run.outside - startup - evaluation, run.outside
 
 
-def print_stages(found):
-    """Medians of {side: its runs}, and the ratio of the first to the second where there are two."""
-    sides = list(found)
-    ratio = [f"{sides[0]} / {sides[1]}"] if len(sides) == 2 else []
-    print_header("seconds", *sides, *ratio)
-    for stage in SHOWN:
-        medians = [median(run[stage] for run in found[side]) for side in sides]
-        if len(medians) == 2:
-            ratio = [f"{medians[0] / medians[1]:.2f}"]
-        print_row(stage, *[f"{value:.1f}" for value in medians], *ratio)
+def print_runs(count):
+    """Medians of cold and of warm runs in turn, and their ratio."""
+    found = []
+    for _ in range(count):
+        with tempfile.TemporaryDirectory() as inductor:
+            found.append((run_stages(inductor), run_stages(inductor)))
+            libraries = sum(path.suffix in (".so", ".cubin") for path in Path(inductor).rglob("*"))
+    print_header("seconds", "cold", "warm", "ratio")
+    for i, stage in enumerate(STAGES):
+        cold, warm = (median(run[i] for run in runs) for runs in zip(*found, strict=True))
+        print_row(stage, f"{cold:.1f}", f"{warm:.1f}", f"{cold / warm:.2f}")
+    print(f"\na cold run compiles {libraries} libraries\n")
 
 
-def measure(seconds, rounds, cold, folder):
-    """{side: its runs}, and how many libraries a cold run compiles. Raises RunError."""
-    runs = folder / "runs"
-    stages(seconds, runs)  # compiles
-    found = {"cold": [], "warm": []} if cold else {"warm": []}
-    compiled = 0
+# ---- Parts of the ruler: {name: a function that works and returns the number of tokens} ----
+def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
+    """The definition of pack_rows, by a scan of the whole buffer for each document."""
+    source = iter(documents)
+    buffer = []
+    while True:
+        row = []
+        while len(row) < row_len:
+            buffer += itertools.islice(source, buffer_docs - len(buffer))
+            if not buffer:
+                return
+            left = row_len - len(row)
+            fitting = [i for i, document in enumerate(buffer) if len(document) <= left]
+            if fitting:
+                chosen = max(fitting, key=lambda i: len(buffer[i]))
+            else:
+                chosen = min(range(len(buffer)), key=lambda i: len(buffer[i]))
+            row.extend(buffer.pop(chosen)[:left])
+        yield row
+
+
+def training_documents():
+    """Yields the prepared ones, uint16."""
+    tokens = np.fromfile(prepare.ROOT / prepare.TOKENS_FILE, dtype="<u2")
+    for begin, end in itertools.pairwise(np.load(prepare.ROOT / prepare.ENDS_FILE)):
+        yield tokens[begin:end]
+
+
+def packing_ways(count):
+    """Those of packing, and whether their rows agree."""
+    T = prepare.MAX_SEQ_LEN
+    ways = {"linear scan": linear_rows, "pack_rows": prepare.pack_rows}
+    rows = {
+        name: list(itertools.islice(pack(training_documents(), T + 1), count))
+        for name, pack in ways.items()
+    }
+    same = all(map(np.array_equal, *rows.values()))
+    sources = {name: pack(training_documents(), T + 1) for name, pack in ways.items()}
+    batches = prepare.make_dataloader(prepare.Tokenizer.from_directory(), count, T)
+    for source in (*sources.values(), batches):
+        next(source)  # fills the buffer
+
+    def pack(name):
+        return T * sum(1 for _ in itertools.islice(sources[name], count))
+
+    def serve():
+        next(batches)
+        return T * count
+
+    found = {name: (lambda name=name: pack(name)) for name in ways}
+    return found | {"make_dataloader": serve}, same
+
+
+def metric_ways(count):
+    """Over `count` random rows."""
+    T = prepare.MAX_SEQ_LEN
+    with torch.enable_grad():  # for the warm-up
+        subject = build(train)
+    model = train.for_evaluation(subject.model, subject.compiled_model).eval()
+    size = prepare.largest_divisor(count, prepare.EVAL_BATCH)
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, prepare.VOCAB_SIZE, (count, T + 1), dtype=np.uint16)
+    token_bytes = rng.integers(1, 9, prepare.VOCAB_SIZE, dtype=np.int32)
+    batches = np.split(rows, count // size)
+
+    def forward():
+        for batch in batches:
+            logits = model(torch.from_numpy(batch[:, :-1].astype(np.int64)).to(subject.device))
+        logits.flatten()[0].item()  # waits for a GPU
+        return count * T
+
+    def all_losses():
+        return np.concatenate(
+            [prepare.token_losses(model, b[:, :-1], b[:, 1:], token_bytes) for b in batches]
+        )
+
+    losses = all_losses()
+
+    def score():
+        prepare.score(model, rows, token_bytes, size, rng=0)
+        return count * T
+
+    def probe():
+        prepare.probe(model, rows, losses, size, token_bytes, np.random.default_rng(0))
+        return count * T
+
+    return {
+        "bare forward passes": forward,
+        "losses of all rows": lambda: all_losses().size,
+        "probes": probe,
+        "score, which is both": score,
+    }
+
+
+def tokenisation_ways(folder):
+    _, get_shards = prepare.find_corpus(prepare.check_cache()["options"])
+    shard = get_shards()[0]
+    tokenizer = prepare.Tokenizer.from_directory()
+
+    def one_thread():
+        return sum(map(len, map(tokenizer.encode_document, prepare.read_shard(shard)))) // 2
+
+    def threads():
+        prepare.write_tokens([shard], tokenizer, folder)
+        return (folder / prepare.TOKENS_FILE).stat().st_size // 2
+
+    return {"one thread": one_thread, "write_tokens": threads}
+
+
+def print_ways(title, ways, rounds):
+    """A row per way, all of them in turn; the ratio is the speed beside the first."""
+    speeds = {name: [] for name in ways}
     for _ in range(rounds):
-        if cold:
-            with tempfile.TemporaryDirectory(dir=folder) as inductor:
-                found["cold"].append(stages(seconds, runs, inductor))
-                files = [path.suffix for path in Path(inductor).rglob("*")]
-                compiled = files.count(".so") + files.count(".cubin")
-        found["warm"].append(stages(seconds, runs))
-    return found, compiled
+        for name, way in ways.items():
+            begun = perf_counter()
+            tokens = way()
+            speeds[name].append(tokens / (perf_counter() - begun))
+    print_header(title, "thousand tokens/s", "ratio")
+    base = median(next(iter(speeds.values())))
+    for name, values in speeds.items():
+        print_row(name, f"{median(values) / 1e3:.0f}", f"{median(values) / base:.2f}")
+    print()
+
+
+@torch.no_grad()
+def print_parts(rows, rounds):
+    """Exits with 1 if the rows of the ways to pack differ."""
+    prepare.start()
+    packing, same = packing_ways(rows)
+    print_ways("packing, one thread", packing, rounds)
+    print_ways("metric", metric_ways(rows), rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        print_ways("tokenisation", tokenisation_ways(Path(folder)), rounds)
+    print(f"rows identical to the scan's: {'yes' if same else 'NO'}")
+    raise SystemExit(0 if same else 1)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=10, help="budget of a run (10)")
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n\n")[0])
+    parser.add_argument("--runs", type=int, default=3, help="cold and as many warm (3)")
+    parser.add_argument("--rows", type=int, default=512, help="packed, scored (512)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cold", action="store_true", help="with an empty compiler cache too")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    print(f"{prepare.DEVICE_NAME}, medians\n", flush=True)
+    if args.runs:
         try:
-            found, compiled = measure(args.seconds, args.rounds, args.cold, Path(folder))
+            print_runs(args.runs)
         except RunError as failure:
             raise SystemExit(f"error: {failure}") from None
-    print(f"median of {args.rounds}, budget {args.seconds:g} s\n")
-    print_stages(found)
-    if args.cold:
-        print(f"\na cold run compiles {compiled} libraries")
+    print_parts(args.rows, args.rounds)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ Where the time of a training step goes, and how fast each attention back-end is.
 
     uv run benchmarks/step.py                                    # train.py's own settings
     uv run benchmarks/step.py --set DEPTH=6 TOTAL_BATCH_SIZE=8192
-    uv run benchmarks/step.py --memory-gb 12                     # a smaller GPU: how many rows fit
     uv run benchmarks/step.py --attention                        # each back-end that loads here
 
 Random tokens; a value after --set is a Python literal. The ratio is a part's share of a step. An
@@ -107,11 +106,9 @@ def loader_milliseconds(subject):
 def print_profile(args):
     # Names the kernels of a CPU; they are compiled anew for it.
     os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # or the profiler prints two lines each time
     import torch
 
-    if args.memory_gb:
-        total = torch.cuda.get_device_properties(0).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb / total))
     train = import_train()
     set_knobs(train, args.set)
     subject = build(train)
@@ -212,7 +209,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--memory-gb", type=float, help="limit of GPU memory")
     parser.add_argument("--attention", action="store_true", help="speed and error of back-ends")
     args = parser.parse_args()
     if args.attention:

@@ -8,7 +8,7 @@ import sys
 
 import prepare
 import train
-from benchmarks import common, compare, protocol, ruler, step, sweep
+from benchmarks import common, compare, overhead, protocol, step, sweep
 from tests.common import ROOT
 
 import numpy as np
@@ -60,9 +60,9 @@ def tiny(monkeypatch):
     monkeypatch.setattr(gc, "disable", lambda: None)
 
 
-# ---- The ruler, attention, steps ----
-def test_the_ruler(call, tiny, cache, fresh_run):
-    table, output = call(ruler, "--rows", 8, "--rounds", 1)
+# ---- The ruler's parts, attention, steps ----
+def test_the_parts_of_the_ruler(call, tiny, cache, fresh_run):
+    table, output = call(overhead, "--runs", 0, "--rows", 8, "--rounds", 1)
     for base, other in (
         ("linear scan", "make_dataloader"),
         ("bare forward passes", "score, which is both"),
