@@ -119,13 +119,13 @@ SPLIT = (
 )
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
-# Of `probe`: nats that a loss may move. Honest models: 2e-5 on average, 0.02 at one position.
+# By how many nats a loss may move in `probe`. Honest models: 2e-5 on average, 0.02 at one position.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
 PROBE_ROWS = by_profile(full=288, medium=112, small=56)  # rows scored again, at most
 NEIGHBOURS = 32  # positions to each side that the loss at a position is compared with
 
-# Of `flags`.
+# Limits of `flags`.
 OVERTIME = 1 + 0.01 * TIME_BUDGET  # seconds allowed beyond the budget
 PATIENCE = max(300, TIME_BUDGET)  # seconds before the first batch, and of evaluation
 UNSTEADY = 0.10  # relative change of speed within a run
@@ -194,7 +194,7 @@ def check_cache():
 
 
 def lock(folder):
-    """Locks a folder until this process ends; False if another process has it."""
+    """Locks a folder until this process ends, which keeps `handle` open; False if another has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +215,7 @@ def lock_run(folder):
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}; special tokens come next. `token_bytes`, int32 [V],
-    counts raw bytes, 0 for special ones: part of a character would decode to U+FFFD, of three."""
+    counts raw bytes, 0 for special ones: a part of a character would decode to U+FFFD, three bytes."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -303,8 +303,8 @@ def current_commit():
 
 
 def watch(event, arguments):
-    """An audit hook that notes the files of text a run opens: its own loader may meet validation
-    rows. What pyarrow reads, or a copy, is not seen."""
+    """An audit hook that notes which files of the corpus a run opens itself: its own loader may meet
+    validation rows. What pyarrow reads, or a copy, is not seen."""
     if event == "open" and _run.watched and not isinstance(arguments[0], int):
         folder, name = os.path.split(os.path.realpath(os.fsdecode(arguments[0])))
         if folder in _run.watched and name.endswith((".parquet", ".u16", ".npy")):
@@ -464,8 +464,9 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(losses, tokens, own_losses, rng):
-    """Where to cut the rows `tokens` [K, T + 1], int [K]. `own_losses` [K, T] are theirs, infinite
-    where not counted, `losses` [N, T] those of all. Each quarter looks for one kind of leak."""
+    """Where to cut the rows `tokens` [K, T + 1], int [K]. `own_losses` [K, T] are those of these
+    rows, infinite where not counted, `losses` [N, T] those of all rows. Each quarter of the cuts
+    looks for one kind of leak: bound to an end, to chunks, to a few positions, to contents."""
     K, T = own_losses.shape
     at_ends, at_chunks, at_drops, at_rare = np.array_split(np.arange(K), 4)
     cuts = np.empty(K, dtype=int)
@@ -478,7 +479,7 @@ def draw_cuts(losses, tokens, own_losses, rng):
     period = 2 ** rng.integers(3, max(int(np.log2(T)), 4), len(at_chunks))
     cuts[at_chunks] = period * rng.integers(1, np.maximum(T // period, 2))
 
-    # After the positions whose mean loss is lowest beside the median of their neighbours'.
+    # After a drop: the positions whose mean loss is lowest beside the median of their neighbours'.
     mean = losses.mean(axis=0, dtype=np.float64)
     padded = np.pad(mean, NEIGHBOURS, constant_values=np.nan)
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
@@ -590,7 +591,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
     try:
         if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
-        model.eval()  # once: some swap averaged weights in, and back at the next call
+        model.eval()  # only here: some swap averaged weights in, and out at the next call
         if DEVICE.type != "cpu":
             torch.accelerator.synchronize()  # what is still queued is training
         _run.eval_began = _now()
@@ -760,7 +761,7 @@ def download(path):
             reply = requests.get(url, timeout=60)
             reply.raise_for_status()
             part.write_bytes(reply.content)
-            any(read_shard(part))  # a login page is none
+            any(read_shard(part))  # refuses a login page
             part.replace(path)
             return
         except (requests.RequestException, ShardError) as error:
@@ -891,7 +892,7 @@ def write_rows(shard, tokenizer, folder):
     rows = list(itertools.islice(rows, EVAL_TOKENS // MAX_SEQ_LEN))
     count = len(rows) // EVAL_BATCH * EVAL_BATCH
     if count == 0:
-        stop(f"validation, the last file, fills only {len(rows)} rows of {EVAL_BATCH}; add text.")
+        stop(f"validation, the last file, fills only {len(rows)} of {EVAL_BATCH} rows; add text.")
     np.stack(rows[:count]).astype("<u2").tofile(folder / ROWS_FILE)
 
 

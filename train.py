@@ -112,15 +112,17 @@ def derive_config(vocab_size):
     )
 
 
+def rows_at_a_time(at_most):
+    """The largest number of rows, up to `at_most`, that divides the batch."""
+    rows, rest = divmod(TOTAL_BATCH_SIZE, MAX_SEQ_LEN)
+    if rest:
+        stop(f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} must be a multiple of {MAX_SEQ_LEN} tokens.")
+    return largest_divisor(rows, at_most)
+
+
 def accumulation_steps(rows):
     """Micro-batches of `rows` rows per step."""
-    tokens = rows * MAX_SEQ_LEN
-    if TOTAL_BATCH_SIZE % tokens:
-        stop(
-            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} is not a multiple of {rows} rows of "
-            f"{MAX_SEQ_LEN} tokens; change it or DEVICE_BATCH_SIZE."
-        )
-    return TOTAL_BATCH_SIZE // tokens
+    return TOTAL_BATCH_SIZE // (rows * MAX_SEQ_LEN)
 
 
 def choose_dtype(device):
@@ -506,7 +508,7 @@ PEAK_TFLOPS = {
 
 
 def tokens_per_second(tokens):
-    """Since the first batch; 0 if none came from make_dataloader: evaluate_bpb tells."""
+    """Since the first batch; 0 if none came from make_dataloader, as evaluate_bpb reports."""
     return tokens / (elapsed() or math.inf)
 
 
@@ -520,7 +522,7 @@ def train(model, optimizer, batches, micro_batches):
     """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number."""
     step = 0
     batch = next(batches)
-    count = 1  # steps until the loss is read, which waits for the device: those of a second
+    count = 1  # steps until the loss is read, which waits for the device: about a second's
     while count > 0:
         began = elapsed()
         total = 0.0
@@ -690,7 +692,9 @@ def choose_attention(device, dtype, config):
             return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
-    return stop("no attention works, as said above; change ATTENTION, KV_HEADS or HEAD_DIM.")
+    return stop(
+        "no attention works, as said above; change ATTENTION, KV_HEADS, HEAD_DIM or COMPILE."
+    )
 
 
 # ---- Warm-up ----
@@ -708,8 +712,8 @@ def rehearse(model, compiled_model, optimizer, rows):
     set_schedules(optimizer, 0.0, 0)
     batches = random_batches()
     batch = next(batches)
-    # Only the second step meets what later ones meet. Of many micro-batches two will do: the
-    # first makes the gradients, the second adds to them.
+    # Only the second step runs as later ones do. Of many micro-batches two will do: the first
+    # makes the gradients, the second adds to them.
     count = min(accumulation_steps(rows), 2)
     for _ in range(2):
         _, batch = train_step(compiled_model, optimizer, batch, batches, count)
@@ -738,7 +742,7 @@ def warm_up(model, dtype):
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     on_gpu = model.lm_head.weight.device.type == "cuda"
     compiling = COMPILE
-    rows = DEVICE_BATCH_SIZE
+    rows = rows_at_a_time(DEVICE_BATCH_SIZE)
     while True:
         compiled_model = model
         update = muon_update
@@ -763,7 +767,9 @@ def warm_up(model, dtype):
         torch._dynamo.reset()  # drops what was compiled for more rows
         model.zero_grad(set_to_none=True)
         gc.collect()
-        torch.cuda.empty_cache()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()  # the record shall have what was used
     model.load_state_dict(initial)
     gc.collect()
     gc.disable()  # a walk through all objects may take half a second
@@ -771,10 +777,10 @@ def warm_up(model, dtype):
 
 
 def fewer_rows(rows):
-    """The largest number of rows up to half as many that divides the batch."""
+    """At most half as many."""
     if rows == 1:
         stop("out of memory with one row; lower DEPTH or ASPECT_RATIO.", 5)
-    fewer = largest_divisor(TOTAL_BATCH_SIZE // MAX_SEQ_LEN, rows // 2)
+    fewer = rows_at_a_time(rows // 2)
     print(f"out of memory: DEVICE_BATCH_SIZE {rows} -> {fewer}; a step stays {TOTAL_BATCH_SIZE}")
     return fewer
 

@@ -1,7 +1,7 @@
 """
 Settings of the knobs one after another: how the small profile's values were found.
 
-    uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048 DEVICE_BATCH_SIZE=4"
+    uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048"
     uv run benchmarks/sweep.py --seconds 300 --seeds 42 43 "" "WINDOW_PATTERN='SSSL'"
     uv run benchmarks/sweep.py --steps 1200 --jobs 2 "" "DEPTH=3 ASPECT_RATIO=64 @1.21"
     uv run benchmarks/sweep.py --random 24 --log /tmp/search.jsonl    # as many random ideas
@@ -113,9 +113,8 @@ def print_sweep(args):
 
 
 # ---- Random search ----
-TOKENS_PER_ROW = 512  # of the small profile, whose knobs these ranges are for
-
-# How a knob is drawn: evenly, evenly in the logarithm, as a power of two, or from a list.
+# How a knob of the small profile is drawn: evenly, evenly in the logarithm, as a power of two, or
+# from a list.
 RANGES = {
     "DEPTH": ("of", 1, 2, 3, 4, 5, 6, 8),
     "ASPECT_RATIO": ("of", 16, 32, 48, 64, 96, 128, 192),
@@ -160,11 +159,8 @@ def next_idea(best, number):
 
 
 def as_setting(knobs):
-    """What common.substitute takes. The rows at a time follow from the batch."""
-    items = [f"{knob}={value}" for knob, value in knobs.items()]
-    if "TOTAL_BATCH_SIZE" in knobs:
-        items.append(f"DEVICE_BATCH_SIZE={min(8, knobs['TOTAL_BATCH_SIZE'] // TOKENS_PER_ROW)}")
-    return " ".join(items)
+    """What common.substitute takes."""
+    return " ".join(f"{knob}={value}" for knob, value in knobs.items())
 
 
 def better_of_two(run):

@@ -323,7 +323,7 @@ def damage_page(path):
         ("shard_00000", lambda path: write_parquet(path, ["a"], "body"), "no column `text`"),
         ("shard_00000", lambda path: write_parquet(path, ["", None]), "hold no text"),
         ("shard_00000", damage_page, "not a whole parquet file"),
-        ("shard_00001", lambda path: write_parquet(path, ["short"]), "fills only 0 rows"),
+        ("shard_00001", lambda path: write_parquet(path, ["short"]), "fills only 0 of 32 rows"),
     ],
 )
 def test_bad_corpora_get_one_sentence_and_leave_the_cache_as_it_was(

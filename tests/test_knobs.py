@@ -7,13 +7,16 @@ import pytest
 import torch
 
 
-def test_a_batch_is_counted_in_micro_batches(monkeypatch, capsys):
+def test_a_batch_is_divided_into_rows_and_micro_batches(monkeypatch, capsys):
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=12 * 512)
-    assert [train.accumulation_steps(rows) for rows in (1, 2, 3, 4, 6, 12)] == [12, 6, 4, 3, 2, 1]
+    rows = [train.rows_at_a_time(at_most) for at_most in (1, 3, 5, 8, 11, 12, 99)]
+    assert rows == [1, 3, 4, 6, 6, 12, 12]
+    assert [train.accumulation_steps(rows) for rows in (1, 4, 12)] == [12, 3, 1]
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=1000)
     with pytest.raises(SystemExit, match="2"):
-        train.accumulation_steps(5)
+        train.rows_at_a_time(8)
     error = capsys.readouterr().err
-    assert "TOTAL_BATCH_SIZE = 6144 is not a multiple of 5 rows of 512 tokens; change it" in error
+    assert error == "error: TOTAL_BATCH_SIZE = 1000 must be a multiple of 512 tokens.\n"
 
 
 def test_width_is_rounded_aloud(monkeypatch, capsys):
