@@ -163,8 +163,8 @@ class Sly(torch.Tensor):
 REFUSED = {  # name: (model, the probe)
     "unmasked attention": (variant(mask=lambda self, T: torch.ones(T, T).bool()), "causality"),
     "roll(-1)": (variant(mix=lambda self, x: x + x.roll(-1, 1)), "causality"),
-    "expert choice over the batch": (variant(channel=expert_choice), "isolation|causality"),
-    "batch norm": (variant(mix=batch_norm), "isolation|causality"),
+    "expert choice over the batch": (variant(channel=expert_choice), "isolation"),
+    "batch norm": (variant(mix=batch_norm), "isolation"),
     "SGD on the first batch": (LearnsOnce(), "state"),
     "one NaN": (variant(forward=one_nan), "finite: 63 losses"),
     "short vocabulary": (variant(forward=lambda self, x: Tiny.forward(self, x)[..., :-1]), "shape"),
