@@ -30,12 +30,11 @@ def test_initialisation_follows_the_table(monkeypatch):
     assert len(names) == 2 + 2 + 2 + 3 * 6 + 2  # outside, lambdas, tables, matrices, gates
 
 
-@pytest.mark.parametrize("base", [10000, 50])
-def test_the_angles_are_those_of_the_definition(monkeypatch, base):
+def test_the_angles_are_those_of_the_definition(monkeypatch):
     """Position t, pair d of D / 2: t * base ** (-2 d / D)."""
-    set_knobs(monkeypatch, ROPE_BASE=base)
+    set_knobs(monkeypatch, ROPE_BASE=50)
     model = build(tiny())
-    angles = [[[t * base ** (-2 * d / 32) for d in range(16)]] for t in range(32)]
+    angles = [[[t * 50 ** (-2 * d / 32) for d in range(16)]] for t in range(32)]
     angles = torch.tensor(angles, dtype=torch.float64)
     torch.testing.assert_close(model.cos.double(), angles.cos(), atol=1e-5, rtol=0)
     torch.testing.assert_close(model.sin.double(), angles.sin(), atol=1e-5, rtol=0)
