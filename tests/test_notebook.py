@@ -180,10 +180,3 @@ def test_the_recorded_night(executed):
     assert shown["pace"] == pytest.approx(3.9, abs=0.05)
     assert len(shown["curves"]) == 16
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-
-
-def test_it_is_committed_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, 4)
-    nbformat.validate(notebook)
-    for cell in notebook.cells:
-        assert not cell.get("outputs") and not cell.get("execution_count")

@@ -41,11 +41,6 @@ TRAIN_FOR_5_SECONDS = """\
     while time.monotonic() < until:
         train_step(compiled_model, optimizer, next(batches), batches, 1)
 """
-TWICE = """\
-    optimizer.step()
-    model(inputs, targets).backward()
-    optimizer.step()
-"""
 TRAINS_WHEN_TOLD = """\
 class GPT(nn.Module):
     def eval(self):
@@ -69,7 +64,6 @@ EDITS = {
     "a batch that grows": Edit(
         [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, FAIR
     ),
-    "each batch twice": Edit([("    optimizer.step()\n", TWICE)], 0, FAIR, best=0.5),
     # ---- Of the clock ----
     "trains after the last batch": Edit(
         [before(EVALUATE, TRAIN_FOR_5_SECONDS)],
