@@ -14,13 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Before prepare.py is imported, which reads its environment once.
 CACHE = Path(tempfile.mkdtemp(prefix="autoresearch-tests-"))
-for name in (
-    "SEED",
-    "AUTORESEARCH_TIME_BUDGET",
-    "AUTORESEARCH_RUNS",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-):
+for name in "SEED AUTORESEARCH_TIME_BUDGET AUTORESEARCH_RUNS HF_ENDPOINT HF_HUB_OFFLINE".split():
     os.environ.pop(name, None)
 os.environ |= {
     "AUTORESEARCH_PROFILE": "small",

@@ -1,11 +1,10 @@
-"""Fixtures of all tests: a prepared cache, a ruler as a new process finds it, made-up rows."""
+"""Fixtures of all tests: a prepared cache, a ruler as a new process finds it."""
 
 from tests.common import CACHE, ROOT, make_corpus, run_script  # first: it sets the environment
 
 import shutil
 
 import prepare
-from tests import models
 
 import hypothesis
 import pytest
@@ -56,8 +55,3 @@ def fresh_run(monkeypatch):
     monkeypatch.setenv(prepare.OWNER, "")  # so that it is as before in the end
     monkeypatch.delenv(prepare.OWNER)
     return prepare._run
-
-
-@pytest.fixture
-def rows():
-    return models.make_rows()

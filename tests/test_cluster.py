@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from tests.common import ROOT, edited, substitute
+from tests.test_rerun import commit
 
 import pytest
 
@@ -27,46 +29,24 @@ RECORD = {
     "data": "abc",
 }
 
-# Prints what a task sets up, one thing per line, and exits with its seed.
+# Prints what a task sets up, and exits with its seed.
 FAKE_TRAIN = """
-import os, sys
-
-for name in (
-    "SEED", "AUTORESEARCH_COMMIT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
-    "AUTORESEARCH_RUNS", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
-):
-    print(os.environ.get(name))
-print(os.getcwd(), flush=True)
+import json, os, sys
+print(json.dumps(dict(os.environ)), flush=True)
 sys.exit(int(os.environ["SEED"]))
 """
 
 
-def call(*command, cwd=None, **environment):
+def call(*command, **environment):
     """A finished command. A Slurm that these tests may themselves run in stays out of it."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     return subprocess.run(
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        cwd=cwd,
         env=outer | environment,
         timeout=300,
     )
-
-
-def git(folder, *arguments):
-    command = ["git", "-C", folder]
-    command += ["-c", "user.name=tests", "-c", "user.email=tests@example.com"]
-    command += ["-c", "commit.gpgsign=false"]
-    done = call(*command, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def write_program(path, text):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 def parse(output):
@@ -79,65 +59,41 @@ def parse(output):
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    """A repository with cluster/, an environment, and FAKE_TRAIN as its train.py."""
+def repo(tmp_path):
+    """A folder with cluster/ and an environment."""
     repo = tmp_path / "a repo"
     shutil.copytree(CLUSTER, repo / "cluster")
     (repo / ".venv").symlink_to(sys.prefix)
-    (repo / "train.py").write_text(FAKE_TRAIN)
-    git(repo, "init", "-q")
-    git(repo, "add", "train.py")
-    git(repo, "commit", "-qm", "one")
     return repo
 
 
-@pytest.fixture
-def queue(tmp_path):
-    """The environment of a Slurm whose squeue knows some of the tasks."""
-    known = ["4 FAILED", "7 PENDING", "8 COMPLETING"]
-    write_program(tmp_path / "bin/squeue", "\n".join(f"echo {line}" for line in known))
-    return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-
-
 # ---- One task ----
-def start_task(checkout, folder, seed, **environment):
-    """slurm.sbatch as Slurm starts it, for task 3 of four. The others have another seed."""
+def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, tmp_path):
+    """Task 3 of four. The others have another seed."""
+    (repo / "train.py").write_text(FAKE_TRAIN)
+    commit(repo)
+    (repo / "train.py").write_text("what is not committed does not run")
+    folder = tmp_path / "F"
     (folder / "status").mkdir(parents=True)
-    (folder / "runs").mkdir()
-    lines = [f"{number}\tHEAD\t{seed if number == 3 else 99}\n" for number in range(4)]
-    (folder / "tasks.tsv").write_text("".join(lines))
-    merged = dict(os.environ)
-    merged.pop("CUDA_VISIBLE_DEVICES", None)
-    merged.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in a process that has compiled
-    merged["SLURM_ARRAY_TASK_ID"] = "3"
-    merged["TMPDIR"] = str(folder)
-    return subprocess.Popen(
-        ["bash", checkout / "cluster/slurm.sbatch", checkout, folder],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=merged | environment,
-    )
-
-
-def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(checkout, tmp_path):
-    (checkout / "train.py").write_text("what is not committed does not run")
-    process = start_task(checkout, tmp_path / "F", 4, SLURM_CPUS_PER_TASK="5")
-    stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 4
-    assert not stderr
-    assert (tmp_path / "F/status/3.exit").read_text() == "4\n"
-
-    seed, commit, threads, devices, runs, inductor, temporary, folder = stdout.splitlines()
-    assert seed == "4"
-    assert commit == "HEAD"
-    assert threads == "5"
-    assert devices == ""
-    assert runs == f"{tmp_path}/F/runs/3"
-    assert inductor == f"{tmp_path}/F/inductor"
-    assert temporary == folder
-    assert Path(folder).parent == tmp_path / "F"
-    assert not Path(folder).exists()
+    tasks = "".join(f"{number}\tHEAD\t{4 if number == 3 else 99}\n" for number in range(4))
+    (folder / "tasks.tsv").write_text(tasks)
+    own = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "5", "TMPDIR": str(folder)}
+    unset = "env -u CUDA_VISIBLE_DEVICES -u TORCHINDUCTOR_CACHE_DIR".split()
+    done = call(*unset, "bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
+    assert done.returncode == 4 and not done.stderr
+    assert (folder / "status/3.exit").read_text() == "4\n"
+    told = json.loads(done.stdout)
+    expected = {
+        "SEED": "4",
+        "AUTORESEARCH_COMMIT": "HEAD",
+        "OMP_NUM_THREADS": "5",
+        "CUDA_VISIBLE_DEVICES": "",
+        "AUTORESEARCH_RUNS": f"{folder}/runs/3",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+    }
+    assert expected.items() <= told.items()
+    assert Path(told["TMPDIR"]).parent == folder
+    assert not Path(told["TMPDIR"]).exists()
 
 
 # ---- The table ----
@@ -156,7 +112,11 @@ def write_task(folder, number, exit_code=None, log=True, **record):
         (folder / f"runs/{number}/x.json").write_text(json.dumps(RECORD | record))
 
 
-def test_the_table_has_a_row_for_every_task(checkout, tmp_path, queue):
+def test_the_table_has_a_row_for_every_task(repo, tmp_path):
+    """With a Slurm whose squeue knows some of the tasks."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho '4 FAILED\n7 PENDING\n8 COMPLETING'\n")
+    squeue.chmod(0o755)
     folder = tmp_path / "F"
     for name in ("status", "log", "runs"):
         (folder / name).mkdir(parents=True)
@@ -172,7 +132,8 @@ def test_the_table_has_a_row_for_every_task(checkout, tmp_path, queue):
     write_task(folder, 7, log=False)
     write_task(folder, 8, exit_code=0)  # left no record
 
-    done = call(checkout / "cluster/sweep.sh", "--collect", folder, **queue)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = call(repo / "cluster/sweep.sh", "--collect", folder, PATH=path)
     assert done.returncode == 0, done.stderr
     tasks, commits = parse(done.stdout)
     columns = ("task", "state", "exit", "val_bpb")
@@ -202,65 +163,36 @@ def wait_until(condition, seconds):
 
 
 @pytest.fixture
-def slurm():
-    """The environment of a Slurm that runs for the length of a test."""
+def say(tmp_path):
+    """Runs a command on a Slurm of this test, with runs of 20 seconds."""
     script = CLUSTER / "local_slurm.sh"
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    own = {"AUTORESEARCH_TIME_BUDGET": "20", "SLURM_CONF": str(folder / "slurm.conf")}
     try:
-        done = subprocess.run([script, "start", folder], timeout=60)
-        assert done.returncode == 0
-        yield {"SLURM_CONF": str(folder / "slurm.conf")}
+        subprocess.run([script, "start", folder], timeout=60, check=True)
+        yield partial(call, **own)
     finally:
         subprocess.run([script, "stop", folder], timeout=120, check=True)
         shutil.rmtree(folder)
 
 
-@pytest.fixture
-def say(slurm, capfd):
-    """Runs a command on that Slurm, with runs of 20 seconds, and prints what it answers."""
-
-    def run_command(*command):
-        done = call(*command, AUTORESEARCH_TIME_BUDGET="20", **slurm)
-        with capfd.disabled():
-            print(f"$ {' '.join(map(str, command))}\n{done.stdout}{done.stderr}", flush=True)
-        return done
-
-    return run_command
-
-
-@pytest.fixture
-def two_commits(tmp_path):
-    """A repository with a tiny model. In its last commit seed 43 diverges."""
-    repo = tmp_path / "repo"
-    edited(repo)
-    shutil.copytree(CLUSTER, repo / "cluster")
-    (repo / ".venv").symlink_to(sys.prefix)
-    git(repo, "init", "-q")
-    git(repo, "add", "train.py", "prepare.py")
-    git(repo, "commit", "-qm", "tiny")
-    source = (repo / "train.py").read_text()
-    diverging = substitute(source, {"EMBEDDING_LR": 'float("nan") if SEED == 43 else 0.5'})
-    assert diverging != source
-    (repo / "train.py").write_text(diverging)
-    git(repo, "commit", "-qam", "seed 43 diverges")
-    return repo
-
-
 @pytest.mark.cluster
-def test_a_sweep_on_a_real_slurm(two_commits, say, cache, tmp_path):
-    """Two commits with three seeds, two tasks at a time with one core each. One task diverges, one
-    is cancelled, and four have a score."""
-    repo = two_commits
+def test_a_sweep_on_a_real_slurm(repo, say, cache, tmp_path):
+    """Two commits with three seeds, two tasks at a time with one core each. In the second commit
+    seed 43 diverges. One task is cancelled, and four have a score."""
+    shutil.copytree(edited(tmp_path / "code").parent, repo, dirs_exist_ok=True)
+    first = commit(repo)
+    source = (repo / "train.py").read_text()
+    diverging = {"EMBEDDING_LR": 'float("nan") if SEED == 43 else 0.5'}
+    (repo / "train.py").write_text(substitute(source, diverging))
+    second = commit(repo)
     sweep = repo / "cluster/sweep.sh"
     folder = tmp_path / "a sweep"
-    first = git(repo, "rev-parse", "--short", "HEAD~1")
-    second = git(repo, "rev-parse", "--short", "HEAD")
 
     done = say(sweep, "-j", "2", folder, "HEAD~1", "HEAD", "--", "42", "43", "44")
     assert done.returncode == 0
     job = (folder / "job").read_text().strip()
     wait_until((folder / "log/1.log").exists, 30)
-    say("squeue", "-r")
     tasks, _ = parse(say(sweep, "--collect", folder).stdout)
     assert [row["state"] for row in tasks] == ["running"] * 2 + ["pending"] * 4
 

@@ -63,7 +63,6 @@ def test_a_driver_without_a_usable_gpu_ends_both_commands_at_once(
         ("cpu", "-1", None, True),
         ("cuda", "0", (7, 0), False),
         ("cuda", "0", (7, 5), True),
-        ("cuda", "0", (8, 0), True),
     ],
 )
 def test_a_gpu_may_be_hidden_but_not_too_old(

@@ -19,9 +19,8 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", PROGRAM, re.S)
 
 
 def block(words):
-    """The one that begins with the words or, if none does, holds them."""
-    beginning = [text for text in BLOCKS if text.startswith(words)]
-    [found] = beginning or [text for text in BLOCKS if words in text]
+    """The one that holds them."""
+    [found] = [text for text in BLOCKS if words in text]
     return found
 
 
@@ -33,7 +32,17 @@ def section(title, text=README):
 def test_every_key_that_the_protocol_reads_is_printed():
     keys = re.findall(r"`(\w+)`", section("The keys of a run", REFERENCE))
     # Beside keys: start, train.py, the shell, stop.
-    printed = [*keys, "run", "attention", "out of memory", "continuing", "exit", "FAIL", "error"]
+    printed = [
+        *keys,
+        "run",
+        "note",
+        "attention",
+        "out of memory",
+        "continuing",
+        "exit",
+        "FAIL",
+        "error",
+    ]
     for words in re.findall(r"grep -E '\^\((.*?)\)'", PROGRAM):
         for word in words.split("|"):
             assert any(re.match(word, f"{name}: x") for name in printed), word
@@ -57,12 +66,6 @@ def test_quoted_variables_knobs_and_files_exist(name):
 
 
 # ---- The shell blocks of program.md ----
-@pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_blocks_are_valid_shell(index):
-    done = subprocess.run(["bash", "-n"], input=BLOCKS[index], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # A train.py that takes no time.
 FAKE = """
 import os, subprocess
@@ -78,12 +81,13 @@ print("integrity: ok")
 
 @pytest.fixture
 def shell(tmp_path, cache):
-    """Runs a block in a repository with a space in its path, and returns what it prints."""
+    """Runs a block in a repository with a space in its path, and returns what it prints. As uv does
+    it, `uv run` writes a lock file, which git must not list."""
     repo = tmp_path / "a night"
     tools = tmp_path / "bin"
     for folder in (repo / "tools", tools):
         folder.mkdir(parents=True)
-    (tools / "uv").write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "$@"\n')
+    (tools / "uv").write_text(f'#!/bin/sh\ntouch uv.lock\nshift\nexec "{sys.executable}" "$@"\n')
     (tools / "uv").chmod(0o755)
     for name in ("prepare.py", "tools/rerun.py", ".gitignore"):
         (repo / name).write_bytes((ROOT / name).read_bytes())

@@ -10,7 +10,6 @@ import sys
 
 import prepare
 import train
-from tests.models import Whole
 
 import numpy as np
 import pytest
@@ -26,7 +25,9 @@ def runs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def whole(cache, runs):
-    return Whole(prepare.Tokenizer.from_directory().get_vocab_size())
+    """A model of the whole vocabulary: each token's logits follow from the one before."""
+    size = prepare.Tokenizer.from_directory().get_vocab_size()
+    return torch.nn.Embedding(size, size)
 
 
 def read_records(runs):
@@ -84,7 +85,6 @@ def batches(run, *groups):
     [
         ([(20, 1.0, 4, 25), (20, 0.8, 4, 25)], "unsteady"),
         ([(20, 1.0, 4, 25), (20, 1.05, 4, 25)], "ok"),
-        ([(20, 1.0, 4, 25), (20, 1.3, 4, 25)], "unsteady"),
         ([(60, 1.0, 16, 128), (40, 1.5, 4, 512)], "ok"),  # a curriculum of lengths
         ([(60, 1.0, 16, 128), (50, 1.5, 4, 512), (50, 2.0, 4, 512)], "unsteady"),
         ([(10, 1.0, 4, 512), (10, 2.0, 4, 512)], "ok"),  # too few to tell
@@ -113,8 +113,9 @@ def test_each_flag_has_its_limit(fresh_run):
     )
 
 
-def test_reading_the_rulers_files_is_flagged(cache, corpus, fresh_run, runs):
+def test_reading_the_rulers_files_is_flagged(cache, corpus, fresh_run, runs, tmp_path):
     prepare.start()
+    (tmp_path / "notes.npy").write_text("a file of its own")
     assert fresh_run.opened == set()
     np.memmap(corpus / "shard_00000.parquet", dtype="u1", mode="r")
     with open(os.path.relpath(prepare.ROOT / prepare.ENDS_FILE), "rb"):
@@ -123,15 +124,6 @@ def test_reading_the_rulers_files_is_flagged(cache, corpus, fresh_run, runs):
         pass
     batches(fresh_run, (1, 1.0, 1, 1))
     assert prepare.flags() == "opened: the run itself read shard_00000.parquet, train.npy, val.u16"
-
-
-def test_an_honest_run_opens_nothing(cache, fresh_run, whole, tmp_path):
-    loader = prepare.make_dataloader(None, 64, 512)
-    assert [next(loader)[2] for _ in range(20)][-1] > 1  # more than one pass
-    prepare.Tokenizer.from_directory()
-    (tmp_path / "notes.npy").write_text("a file of its own")
-    prepare.evaluate_bpb(whole, None, 32)
-    assert fresh_run.opened == set()
 
 
 # ---- Evaluation as part of a run ----
@@ -190,7 +182,8 @@ def test_what_cannot_be_trusted_gets_no_score(cache, fresh_run, whole, runs, cap
     prepare.log_step(1, 4.0)  # before a batch it is no crash
     refused(capsys, whole, "loader: make_dataloader never served a batch")
     next(prepare.make_dataloader(None, 4, 64))
-    whole.forward = lambda idx: whole.head(idx).roll(-1, 1)
+    honest = whole.forward
+    whole.forward = lambda idx: honest(idx).roll(-1, 1)
     fresh_run.eval_began = None
     refused(capsys, whole, "causality: ")
     monkeypatch.setattr(prepare, "PROBE_MEAN", 99)
@@ -201,7 +194,7 @@ def test_what_cannot_be_trusted_gets_no_score(cache, fresh_run, whole, runs, cap
 
 def test_what_becomes_of_the_files_during_a_run_changes_nothing(own_cache, fresh_run, whole, runs):
     """What counts is what the run began with."""
-    whole.head.weight.data[:, ::2] += 3
+    whole.weight.data[:, ::2] += 3
     next(prepare.make_dataloader(None, 4, 64))
     honest, _, _ = prepare.score(whole, fresh_run.rows.copy(), fresh_run.token_bytes, 32, 0)
     manifest = prepare.load_manifest()

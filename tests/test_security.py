@@ -4,9 +4,7 @@ import os
 
 from tests.common import ROOT, run_script
 
-import pytest
-
-# ---- Network ----
+# As sitecustomize.py it ends a process with 99 as soon as that reaches for the network.
 GUARD = """
 import os, socket
 
@@ -16,18 +14,6 @@ def forbidden(*_, **__):
 
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = forbidden
 """
-
-
-@pytest.fixture
-def guarded(tmp_path):
-    """Runs a program in a process that ends with 99 as soon as it reaches for the network."""
-    (tmp_path / "sitecustomize.py").write_text(GUARD)
-
-    def run(program, **environment):
-        path = f"{tmp_path}{os.pathsep}{ROOT}"
-        return run_script("-c", program, **({"PYTHONPATH": path} | environment))
-
-    return run
 
 
 # On a GPU that FlashAttention 3 is for; capability and device are all that is asked before the hub.
@@ -43,7 +29,9 @@ for offline in (True, False):
 """
 
 
-def test_the_kernel_hub_is_asked_only_online(guarded, tmp_path):
-    done = guarded(HOPPER, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+def test_the_kernel_hub_is_asked_only_online(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(GUARD)
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = run_script("-c", HOPPER, PYTHONPATH=path, HF_HUB_OFFLINE=1, HF_HOME=tmp_path)
     assert done.returncode == 99, done.stderr
     assert done.stdout.count("passed over: ") == 1

@@ -119,23 +119,15 @@ def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsy
     ]
 
 
-def test_out_of_memory_with_one_row_ends_the_run(small_run, monkeypatch, capsys):
-    def forward(x, y=None):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(small_run, "forward", forward)
-    with pytest.raises(SystemExit) as stop:
-        train.warm_up(small_run, torch.float32)
-    assert stop.value.code == 5
-    assert "lower DEPTH or ASPECT_RATIO" in capsys.readouterr().err
-
-
-def test_fewer_rows_divide_the_batch(monkeypatch):
+def test_fewer_rows_divide_the_batch_and_are_at_least_one(monkeypatch, capsys):
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=96 * 16, MAX_SEQ_LEN=16)
     rows = [96]
     while rows[-1] > 1:
         rows.append(train.fewer_rows(rows[-1]))
     assert rows == [96, 48, 24, 12, 6, 3, 1]
+    with pytest.raises(SystemExit, match="5"):
+        train.fewer_rows(1)
+    assert "lower DEPTH or ASPECT_RATIO" in capsys.readouterr().err
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=2 * 5 * 16)
     assert train.fewer_rows(5) == 2
 

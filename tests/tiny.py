@@ -70,6 +70,17 @@ def snapshot(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def check_training(model):
+    """16 steps learn the batch, and leave no parameter out. Returns the losses."""
+    before = snapshot(model)
+    losses = take_steps(model, 16)
+    assert losses[-1] < 2.0
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert not torch.equal(before[name], parameter), name
+    return losses
+
+
 def record_inputs(module):
     """A list to which each call of the module adds its first input."""
     seen = []

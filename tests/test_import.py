@@ -1,0 +1,21 @@
+"""Importing the two scripts has no effect."""
+
+from tests.common import run_script
+
+IMPORT = """
+import socket, subprocess, torch  # torch itself starts a process
+
+def forbidden(*a, **k):
+    raise AssertionError(a)
+
+socket.socket.connect = subprocess.Popen.__init__ = forbidden
+import train
+"""
+
+
+def test_importing_does_nothing(tmp_path):
+    """Of train.py, and so of prepare.py: no file, no line, no process, no connection."""
+    own = {"HOME": tmp_path, "PATH": "", "AUTORESEARCH_CACHE": None}
+    done = run_script("-c", IMPORT, cwd=tmp_path, **own)
+    assert done.returncode == 0 and not done.output, done.output
+    assert not list(tmp_path.iterdir())
