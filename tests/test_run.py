@@ -12,7 +12,6 @@ from pathlib import Path
 
 import prepare
 from tests.common import LITTLE, ROOT, edited, run_script, train
-from tests.test_docs import REFERENCE, section
 from tests.test_report import NINE, OTHERS, parse_block
 from tests.test_rerun import commit
 from tests.test_security import GUARD
@@ -59,13 +58,6 @@ def test_a_run_ends_with_a_block_and_a_record(good):
     assert 0.1 < record["num_params_M"] < 1 and record["attention"] == "blocks"
     ran = Path(good.args[1]).read_bytes().removesuffix(b"# a later edit")
     assert record["train"] == hashlib.sha256(ran).hexdigest()  # of the code that ran
-
-
-def test_every_key_is_documented(good):
-    rows = re.findall(r"^\| (`.*?) \|", section("The keys of a run", REFERENCE), re.M)
-    keys = re.findall(r"`(\w+)`", " ".join(rows))
-    [record] = good.records
-    assert sorted([*keys, "train"]) == sorted(record)
 
 
 def test_a_run_learns(good):
