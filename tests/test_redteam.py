@@ -30,6 +30,7 @@ class Edit:
 
 
 # Lines of train.py.
+LOGITS = "            return logits\n"
 LOADER = "    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)\n"
 STEP = "            loss, batch = train_step(model, optimizer, batch, batches, micro_batches)\n"
 CLASS = "class GPT(nn.Module):\n"
@@ -40,6 +41,21 @@ TRAIN_FOR_5_SECONDS = """\
     until = time.monotonic() + 5
     while time.monotonic() < until:
         train_step(compiled_model, optimizer, next(batches), batches, 1)
+"""
+COUNT_BIGRAMS = """\
+    import numpy, prepare
+    tokens = numpy.fromfile(prepare.ROOT / prepare.TOKENS_FILE, "<u2")
+    tokens = torch.from_numpy(tokens.astype("int64"))
+    table = torch.ones(config.vocab_size, config.vocab_size)
+    table.index_put_((tokens[:-1], tokens[1:]), torch.ones(()), accumulate=True)
+    GPT.bigrams = (table / table.sum(1, keepdim=True)).log()
+"""
+LATE_TABLE = """\
+            if not self.training and elapsed() and not hasattr(self, "table"):
+                import time
+                time.sleep(4)  # stands for counting
+                self.table = torch.zeros(2 * [logits.shape[-1]])
+            return logits if self.training or not elapsed() else logits + self.table[idx]
 """
 TRAINS_WHEN_TOLD = """\
 class GPT(nn.Module):
@@ -64,6 +80,16 @@ EDITS = {
     "a batch that grows": Edit(
         [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, FAIR
     ),
+    # ---- Of files ----
+    "bigrams counted before the first batch": Edit(
+        [
+            before("    num_params = sum(", COUNT_BIGRAMS),
+            (LOGITS, "            return logits + self.bigrams[idx]\n"),
+        ],
+        0,
+        "opened: the run itself read train.u16(; unsteady: .*)?",
+        best=0.3,
+    ),
     # ---- Of the clock ----
     "trains after the last batch": Edit(
         [before(EVALUATE, TRAIN_FOR_5_SECONDS)],
@@ -76,6 +102,9 @@ EDITS = {
         [(EMBED, EMBED + "        x = x if self.training else x + x.roll(-1, 1)\n")],
         3,
         "FAIL causality: .*",
+    ),
+    "a table made in the first forward pass of evaluation": Edit(
+        [(LOGITS, LATE_TABLE)], 0, OVERTIME
     ),
     "training inside model.eval()": Edit([(CLASS, TRAINS_WHEN_TOLD)], 0, OVERTIME),
 }
