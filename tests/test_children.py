@@ -1,4 +1,4 @@
-"""Child processes of a run, which no clock or verdict would reach: each is refused with a sentence."""
+"""Child processes of a run, which no clock or verdict would reach: a sentence refuses each."""
 
 import json
 import re

@@ -95,7 +95,7 @@ def made(cache):
 
 # ---- Kills ----
 def kill(process, seconds, rng):
-    """At a random moment, one in ten before the first line. Returns its exit code and all it said."""
+    """At a random moment, one in ten before the first line. Returns exit code and output."""
     said = process.stdout.readline() if rng.random() < 0.9 else ""
     moment = rng.uniform(0, 1.1 * seconds)
     time.sleep(moment)

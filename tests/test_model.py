@@ -59,8 +59,8 @@ class Attend:
 
 
 def test_what_attention_is_given():
-    """Queries and keys rotated and of norm one per channel, sqrt(D) in all; values neither, but with
-    their embedding, times a gate that reads the first channels."""
+    """Queries and keys rotated and of norm one per channel, sqrt(D) in all; values neither, but
+    with their embedding, times a gate that reads the first channels."""
     attend = Attend()
     model = build(tiny(layers=1), attend=attend)
     attention = model.blocks[0].attention

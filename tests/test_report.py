@@ -275,8 +275,8 @@ OTHERS = """
 
 
 def test_the_block_says_what_the_record_says(cache, fresh_run, runs, monkeypatch, capsys):
-    """Of a run that trained for 50 s, from 10 s after its import, and was evaluated for 5 s. No stat
-    replaces what the ruler knows."""
+    """Of a run that trained for 50 s, from 10 s after its import, and was evaluated for 5 s. No
+    stat replaces what the ruler knows."""
     monkeypatch.setitem(sys.modules, "__main__", train)  # the script that runs
     prepare.start()
     now = prepare._now()
