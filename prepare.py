@@ -194,7 +194,7 @@ def check_cache():
 
 
 def lock(folder):
-    """Locks a folder until this process ends, which keeps `handle` open; False if another has it."""
+    """Locks a folder until this process ends, as the handle stays open; False if another has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +215,7 @@ def lock_run(folder):
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}; special tokens come next. `token_bytes`, int32 [V],
-    counts raw bytes, 0 for special ones: a part of a character would decode to U+FFFD, three bytes."""
+    counts raw bytes, 0 for special ones: a part of a character would decode to U+FFFD, of three."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -303,7 +303,7 @@ def current_commit():
 
 
 def watch(event, arguments):
-    """An audit hook that notes which files of the corpus a run opens itself: its own loader may meet
+    """An audit hook that notes which corpus files a run opens itself: its own loader may meet
     validation rows. What pyarrow reads, or a copy, is not seen."""
     if event == "open" and _run.watched and not isinstance(arguments[0], int):
         folder, name = os.path.split(os.path.realpath(os.fsdecode(arguments[0])))

@@ -83,10 +83,9 @@ def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
 
 
 def training_documents():
-    """Yields the prepared ones, uint16."""
-    tokens = np.fromfile(prepare.ROOT / prepare.TOKENS_FILE, dtype="<u2")
-    for begin, end in itertools.pairwise(np.load(prepare.ROOT / prepare.ENDS_FILE)):
-        yield tokens[begin:end]
+    """Yields those that the run has opened, uint16."""
+    for begin, end in itertools.pairwise(prepare._run.ends):
+        yield prepare._run.tokens[begin:end]
 
 
 def packing_ways(count):

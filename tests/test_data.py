@@ -13,6 +13,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import prepare
+from benchmarks import overhead
 from tests.common import ROOT, make_corpus, make_texts, write_parquet
 
 import numpy as np
@@ -92,32 +93,12 @@ def test_special_tokens_sit_on_top_and_no_text_yields_them(tokenizer):
 
 
 # ---- Packing ----
-def brute_force(documents, row_len, buffer_docs):
-    """The definition of pack_rows, by a scan of the whole buffer for each document."""
-    source = iter(documents)
-    buffer = []
-    rows = []
-    while True:
-        row = []
-        while len(row) < row_len:
-            buffer += itertools.islice(source, buffer_docs - len(buffer))
-            if not buffer:
-                return rows
-            left = row_len - len(row)
-            fitting = [document for document in buffer if len(document) <= left]
-            # Both take the first, the oldest, of equals.
-            chosen = max(fitting, key=len) if fitting else min(buffer, key=len)
-            del buffer[next(i for i, document in enumerate(buffer) if document is chosen)]
-            row += list(chosen[:left])
-        rows.append(row)
-
-
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(2, 20), st.integers(1, 12))
 def test_packing_is_best_fit(lengths, row_len, buffer_docs):
     tokens = np.arange(sum(lengths), dtype=np.uint16)  # no two are the same
     documents = np.split(tokens, np.cumsum(lengths))[:-1]
     rows = [list(row) for row in prepare.pack_rows(documents, row_len, buffer_docs)]
-    assert rows == brute_force(documents, row_len, buffer_docs)
+    assert rows == [*overhead.linear_rows(documents, row_len, buffer_docs)]
 
 
 # ---- Preparation ----

@@ -27,17 +27,7 @@ def block(words):
 def test_every_key_that_the_protocol_reads_is_printed():
     keys = [*NINE, *OTHERS, "tokens_per_second", "integrity"]
     # Beside keys: start, train.py, the shell, stop.
-    printed = [
-        *keys,
-        "run",
-        "note",
-        "attention",
-        "out of memory",
-        "continuing",
-        "exit",
-        "FAIL",
-        "error",
-    ]
+    printed = [*keys, *"run note attention continuing exit FAIL error".split(), "out of memory"]
     for words in re.findall(r"grep -E '\^\((.*?)\)'", PROGRAM):
         for word in words.split("|"):
             assert any(re.match(word, f"{name}: x") for name in printed), word
