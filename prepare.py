@@ -266,7 +266,7 @@ class Run:
 
     def __init__(self):
         self.manifest = {}
-        self.watched = []  # folders of text
+        self.watched = [os.path.realpath(folder) for folder in (ROOT, DATA, VAL)]  # of text
         self.opened = set()  # files of text that the run itself opened
         self.served = []  # (time, rows, tokens per row) of each batch
         self.losses = 0  # number of losses logged
@@ -305,11 +305,14 @@ def current_commit():
 def watch(event, arguments):
     """An audit hook that notes which corpus files a run opens itself: its own loader may meet
     validation rows. What pyarrow reads, or a copy, is not seen."""
-    if event == "open" and _run.watched and not isinstance(arguments[0], int):
+    if event == "open" and not isinstance(arguments[0], int):
         folder, name = os.path.split(os.path.realpath(os.fsdecode(arguments[0])))
         if folder in _run.watched and name.endswith((".parquet", ".u16", ".npy")):
             check_process()
             _run.opened.add(name)
+
+
+sys.addaudithook(watch)
 
 
 def keep_memory():
@@ -326,6 +329,7 @@ def start():
     if _run.manifest:
         return DEVICE
     check_device()
+    watched, _run.watched = _run.watched, []  # while this function reads
     manifest = check_cache()
     _run.rows = np.fromfile(ROOT / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
     _run.token_bytes = Tokenizer.from_directory().token_bytes
@@ -350,11 +354,9 @@ def start():
         keep_memory()
         os.environ.setdefault("TORCH_WARM_POOL", "0")  # no workers: a CPU needs no Triton
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without GPU
-    folders = [ROOT, DATA, VAL, manifest["options"]["data_dir"] or ROOT]
-    _run.watched = [os.path.realpath(folder) for folder in folders]
+    _run.watched = [*watched, os.path.realpath(manifest["options"]["data_dir"] or ROOT)]
     _run.manifest = manifest
     os.environ[OWNER] = str(os.getpid())
-    sys.addaudithook(watch)
     return DEVICE
 
 
@@ -531,7 +533,7 @@ def probe(model, rows, losses, size, token_bytes, rng):
 LIKELY_MISTAKE = {
     "isolation": "does a row depend on others of its batch, on randomness, a cache or an update?",
     "causality": "does a mask, a mean, a filter or a block let a position see later tokens?",
-    "edges": "does something wrap around, or the end of a chunk look one token ahead?",
+    "edges": "does something wrap around or depend on the whole row, or a chunk's end look ahead?",
 }
 
 
@@ -600,6 +602,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
         for name, value in _frozen.items():
             if globals()[name] != value:
                 raise IntegrityError(f"settings: prepare.{name} was assigned {globals()[name]}")
+        print(f"evaluating on {len(_run.rows)} rows", flush=True)
         val_bpb, _, seconds = score(model, _run.rows, _run.token_bytes, batch_size)
     except IntegrityError as error:
         if _run.record is not None:
@@ -656,8 +659,8 @@ def flags():
     first, second = speeds()
     if abs(second / first - 1) > UNSTEADY:
         found.append(
-            f"unsteady: {first:.0f} tokens/s, then {second:.0f}; the machine, or the change itself "
-            "if a second run has the same two speeds"
+            f"unsteady: {first:.0f} tokens/s, then {second:.0f}; other programs, or the change "
+            "itself if a second run does the same"
         )
     return "; ".join(found) or "ok"
 
@@ -940,8 +943,12 @@ def prepare(options):
     if found != wanted or find_damaged(manifest["files"], FILES):
         manifest = build(wanted | {"options": options}, get_shards(), new)
     shutil.rmtree(new, ignore_errors=True)  # an interrupted build's too
-    count = len(manifest["shards"])
-    print(f"ready: {PROFILE} profile, {count} training shards; next: uv run train.py")
+    tokens = manifest["files"][TOKENS_FILE][0] / 2e6
+    rows = manifest["files"][ROWS_FILE][0] // (2 * MAX_SEQ_LEN + 2)
+    print(
+        f"ready: {PROFILE} profile, {tokens:.1f} million training tokens, {rows} validation rows; "
+        "next: uv run train.py"
+    )
 
 
 def main():
@@ -949,7 +956,7 @@ def main():
     add = parser.add_argument
     add("--num-shards", type=int, help="training shards of ClimbMix, -1 for all (20)")
     add("--corpus", choices=("climbmix", "python"), help="python in the small profile")
-    add("--data-dir", type=os.path.abspath, help="parquet files, the last is validation")
+    add("--data-dir", type=os.path.abspath, help="parquet files with a column text")
     options = vars(parser.parse_args())
     check_device()
     try:

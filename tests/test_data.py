@@ -163,7 +163,10 @@ def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, ca
     assert not interrupted.exists()
     profile, ready = capsys.readouterr().out.splitlines()
     assert profile.startswith("profile: small, ")
-    assert ready.startswith("ready: small profile, 2 training shards; ")
+    tokens = np.fromfile(prepare.ROOT / "train.u16", dtype="<u2").size / 1e6
+    rows = np.fromfile(prepare.ROOT / "val.u16", dtype="<u2").size / (prepare.MAX_SEQ_LEN + 1)
+    counts = f"{tokens:.1f} million training tokens, {rows:g} validation rows; "
+    assert ready.startswith(f"ready: small profile, {counts}")
     recipe = prepare.RECIPE
     monkeypatch.setattr(prepare, "RECIPE", [recipe[0] + 1, *recipe[1:]])
     sentence = "is not prepared; run `AUTORESEARCH_PROFILE=small uv run prepare.py`"

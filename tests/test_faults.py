@@ -193,5 +193,5 @@ def test_a_disk_that_fills_at_each_stage_of_a_preparation(code, whole, disk):
 # ---- Nothing broken ----
 def test_the_embedded_corpus_is_prepared_and_trained_on(code, tmp_path):
     ended, last, _ = run(code, "prepare.py", tmp_path)
-    assert ended == 0 and "ready: small profile, 8 training shards; " in last
+    assert ended == 0 and "ready: small profile, 5." in last
     assert run(code, "train.py", tmp_path)[0] == 0

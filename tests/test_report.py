@@ -109,21 +109,23 @@ def test_each_flag_has_its_limit(fresh_run):
     fresh_run.opened = set("abcd")
     assert prepare.flags().startswith(
         "startup: 301.0 s, over 300; overtime: 304.1 s, over 304; evaluation: 301.0 s, over 300; "
-        "opened: the run itself read a, b, c; unsteady: 19 tokens/s, then 10; the machine, "
+        "opened: the run itself read a, b, c; unsteady: 19 tokens/s, then 10; other programs, "
     )
 
 
 def test_reading_the_rulers_files_is_flagged(cache, corpus, fresh_run, runs, tmp_path):
+    np.memmap(prepare.ROOT / prepare.TOKENS_FILE, dtype="<u2", mode="r")  # where train.py begins
     prepare.start()
     (tmp_path / "notes.npy").write_text("a file of its own")
-    assert fresh_run.opened == set()
+    assert fresh_run.opened == {prepare.TOKENS_FILE}
     np.memmap(corpus / "shard_00000.parquet", dtype="u1", mode="r")
     with open(os.path.relpath(prepare.ROOT / prepare.ENDS_FILE), "rb"):
         pass
     with os.fdopen(os.open(prepare.ROOT / prepare.ROWS_FILE, os.O_RDONLY)):
         pass
     batches(fresh_run, (1, 1.0, 1, 1))
-    assert prepare.flags() == "opened: the run itself read shard_00000.parquet, train.npy, val.u16"
+    flags = "opened: the run itself read shard_00000.parquet, train.npy, train.u16"
+    assert prepare.flags() == flags and prepare.ROWS_FILE in fresh_run.opened
 
 
 # ---- Evaluation as part of a run ----
