@@ -308,7 +308,8 @@ def watch(event, arguments):
     if event == "open" and not isinstance(arguments[0], int):
         folder, name = os.path.split(os.path.realpath(os.fsdecode(arguments[0])))
         if folder in _run.watched and name.endswith((".parquet", ".u16", ".npy")):
-            check_process()
+            if _run.manifest:  # after start, which children inherit
+                check_process()
             _run.opened.add(name)
 
 
