@@ -957,7 +957,7 @@ def main():
     add = parser.add_argument
     add("--num-shards", type=int, help="training shards of ClimbMix, -1 for all (20)")
     add("--corpus", choices=("climbmix", "python"), help="python in the small profile")
-    add("--data-dir", type=os.path.abspath, help="parquet files with a column text")
+    add("--data-dir", type=os.path.abspath, help="parquet files, column text; last: validation")
     options = vars(parser.parse_args())
     check_device()
     try:
