@@ -636,15 +636,17 @@ def log_step(step, loss, **shown):
 
 
 def speeds():
-    """Tokens per second in both halves of the batches of the commonest shape, skipping the first
-    tenth; (1, 1) where there are too few."""
+    """Tokens per second in both halves of the time that batches of the commonest shape took, but for
+    its first tenth; (1, 1) where there are too few."""
     [(shape, _)] = Counter(batch[1:] for batch in _run.served).most_common(1)
-    pairs = itertools.pairwise(_run.served)
-    seconds = [after[0] - batch[0] for batch, after in pairs if batch[1:] == shape]
-    halves = np.array_split(seconds[len(seconds) // 10 :], 2)
-    if len(halves[0]) < 10:
+    pairs = itertools.pairwise([*_run.served, (_run.eval_began,)])
+    seconds = np.array([after[0] - batch[0] for batch, after in pairs if batch[1:] == shape])
+    if len(seconds) < 20:
         return 1, 1
-    return [math.prod(shape) / half.mean() for half in halves]
+    begun = np.cumsum(seconds) - seconds
+    edges = np.searchsorted(begun, np.array([0.1, 0.55]) * seconds.sum())
+    halves = np.split(seconds, edges)[1:]
+    return [math.prod(shape) * len(half) / (half.sum() or 1) for half in halves]
 
 
 def flags():
@@ -658,7 +660,7 @@ def flags():
     if _run.opened:
         found.append(f"opened: the run itself read {', '.join(sorted(_run.opened)[:3])}")
     first, second = speeds()
-    if abs(second / first - 1) > UNSTEADY:
+    if abs(second - first) > UNSTEADY * first:
         found.append(
             f"unsteady: {first:.0f} tokens/s, then {second:.0f}; other programs, or the change "
             "itself if a second run does the same"
