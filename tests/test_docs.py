@@ -106,7 +106,7 @@ def change(shell, words):
     """An experiment's commit, as the program says."""
     [command] = re.findall(r"`(git commit -qm .*?)`", PROGRAM)
     shell(f"echo '# {words}' >> train.py")
-    shell(command.replace("short window 64", words))
+    shell(command.replace("short window 16", words))
     return tip(shell)
 
 
@@ -149,7 +149,7 @@ def test_log_keep_and_discard(shell):
     lines = (shell.repo / "results.tsv").read_text().splitlines()
     assert lines[0].split("\t") == ["commit", "val_bpb", "memory_gb", "status", "description"]
     assert len(lines) == 4 and all(line.count("\t") == 4 for line in lines)
-    assert lines[1].startswith(f"{kept}\t0.909600\t1.2\tkeep\tshort window 64")
+    assert lines[1].startswith(f"{kept}\t0.914700\t1.2\tkeep\tshort window 16")
     # Both together:
     [apply] = re.findall(r"`(git show COMMIT .*?)`", PROGRAM)
     (shell.repo / "prepare.py").write_bytes((ROOT / "prepare.py").read_bytes())
@@ -166,7 +166,7 @@ def test_resume_prints_what_counts(shell):
     out = shell(block("git status -sb"))
     assert "## autoresearch/" in out and "?? notes" in out
     assert out.index(f"{tried} an idea") < out.rindex(f"{best} baseline")
-    assert f"{tried}\t0.909600" in out and out.endswith("run.log:integrity: ok\nrun.log:exit 0\n")
+    assert f"{tried}\t0.914700" in out and out.endswith("run.log:integrity: ok\nrun.log:exit 0\n")
     assert str(shell.repo) not in out  # nothing runs: pgrep does not find itself
 
 
