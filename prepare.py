@@ -636,7 +636,7 @@ def log_step(step, loss, **shown):
 
 
 def speeds():
-    """Tokens per second in both halves of the time that batches of the commonest shape took, but for
+    """Tokens per second in both halves of the time that batches of the commonest shape took, less
     its first tenth; (1, 1) where there are too few."""
     [(shape, _)] = Counter(batch[1:] for batch in _run.served).most_common(1)
     pairs = itertools.pairwise([*_run.served, (_run.eval_began,)])
