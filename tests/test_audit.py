@@ -31,6 +31,14 @@ leak\t0.1\t1.0\tinvalid\tof an older log
 torn"""
 
 
+# As a fork, an editor and Windows may leave it.
+ODD_LOG = (
+    "\ufeffcommit\tval_bpb\tmemory_gb\tmfu\tsteps\tstatus\tseconds\tdescription\r\n"
+    "base\t0.9\t1\t40\t7\tKeep \t300\tbaseline\n"
+    "best\t0.9\t1\t40\t7\tKEEP\t300\tan idea\twith a tab, caf\\xe9\n"
+)
+
+
 @pytest.fixture
 def night(tmp_path):
     (tmp_path / "tools").mkdir()
@@ -68,6 +76,16 @@ def test_each_keep(call):
     assert "gain of worse over base: -0.0100\n" in out
     assert "gain of best over worse: 0.0400\n" in out
     assert "1 of 2 are better than the one before" in out
+
+
+def test_an_odd_log_is_read_as_the_notebook_reads_it(call, night):
+    """By the names of its header; a byte that is no UTF-8, blanks and capitals do no harm."""
+    content = ODD_LOG.encode().replace(rb"\xe9", b"\xe9")
+    (night / "results.tsv").write_bytes(content)
+    rows = audit.read_log(night / "results.tsv")
+    assert [row["status"] for row in rows] == ["keep", "keep"]
+    assert rows[1]["description"] == "an idea\twith a tab, caf\ufffd"
+    assert "gain of best over base: 0.0300\n" in call("--seeds", 200)[0]
 
 
 def test_a_run_without_a_score_is_named_and_tried_again(call, night, capsys):

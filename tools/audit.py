@@ -24,10 +24,30 @@ SECONDS = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
 SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "integrity")  # of a record
 
 
+COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
+
+
+def read_log(path):
+    """A dictionary per row of results.tsv. A header may name other columns than COLUMNS; the last
+    one may hold tabs. Prints the lines that are left out."""
+    columns = COLUMNS
+    rows = []
+    for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
+        fields = [field.strip() for field in line.split("\t", len(columns) - 1)]
+        if "val_bpb" in fields:
+            columns = [field.strip() for field in line.split("\t")]
+        elif len(fields) == len(columns):
+            row = dict.fromkeys(COLUMNS, "") | dict(zip(columns, fields, strict=True))
+            rows.append(row | {"status": row["status"].lower()})
+        elif line.strip():
+            print(f"left out, not {len(columns)} columns: {line[:80]!a}")
+    return rows
+
+
 def kept_commits(log):
-    """The commits that results.tsv keeps, in their order, the baseline's first."""
-    rows = [line.split("\t") for line in log.read_text().splitlines()]
-    return list(dict.fromkeys(row[0] for row in rows if len(row) >= 5 and row[3] == "keep"))
+    """The commits that a log keeps, in their order, the baseline's first."""
+    kept = [row["commit"] for row in read_log(log) if row["status"] == "keep"]
+    return list(dict.fromkeys(kept))
 
 
 def rerun(folder, commit, seed):
@@ -42,6 +62,7 @@ def rerun(folder, commit, seed):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
         )
         record = {"val_bpb": math.nan, "num_steps": 0}
         record["integrity"] = f"exit {done.returncode}: {done.stdout.strip()[-160:]}"
