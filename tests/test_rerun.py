@@ -77,7 +77,7 @@ def test_a_rerun_finds_nothing_that_an_earlier_run_left(night, capfd):
 def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, capsys):
     with pytest.raises(SystemExit, match="2"):
         rerun.main("nonsense")
-    assert capsys.readouterr().err.startswith("error: nonsense is no commit of this folder; ")
+    assert capsys.readouterr().err == "error: bad revision 'nonsense'\n"
     command = [sys.executable, "tools/rerun.py", "HEAD"]
     pipes = {"env": os.environ | {"SLEEP": "60"}, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=night, **pipes) as process:
@@ -90,6 +90,13 @@ def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, ca
     assert capsys.readouterr().err.startswith("error: another run is going on in this folder; ")
     assert not os.path.exists(f"/proc/{run.strip()}")
     assert not list(night.parent.glob("autoresearch-rerun-*"))
+
+
+def test_a_clone_of_another_user_is_refused_in_the_words_of_git(night, monkeypatch, capsys):
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(SystemExit, match="2"):
+        rerun.main("HEAD")
+    assert capsys.readouterr().err.startswith("error: detected dubious ownership in repository")
 
 
 def test_a_rerun_gets_a_score_of_the_commit(night, cache):

@@ -24,10 +24,11 @@ LEFT_OUT = """
 def main(commit):
     root = Path(prepare.__file__).parent
     git = ["git", "-C", root]
-    verify = [*git, "rev-parse", "--verify", "--short", f"{commit}^{{commit}}"]
-    name = subprocess.run(verify, capture_output=True, text=True).stdout.strip()
-    if not name:
-        prepare.stop(f"{commit} is no commit of this folder; git log --oneline lists them.")
+    look_up = [*git, "rev-list", "--max-count=1", "--abbrev-commit", commit, "--"]
+    found = subprocess.run(look_up, capture_output=True, text=True)
+    if found.returncode != 0:
+        prepare.stop(found.stderr.strip().removeprefix("fatal: "))  # also of a folder's owner
+    name = found.stdout.strip()
     prepare.check_cache()
     prepare.lock_run(root)
     with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
