@@ -676,7 +676,11 @@ def probe_attention(attend, device, dtype, config):
 
 
 def describe(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+    """One line: a compiler's own, which says `error:`, else the first paragraph."""
+    text = str(error).strip()
+    [line, *_] = [line for line in text.splitlines() if "error: " in line] or [""]
+    reason = line[-180:] or " ".join(text.split("\n\n")[0].split())[:180]
+    return f"{type(error).__name__}: {reason.strip()}"
 
 
 def choose_attention(device, dtype, config):

@@ -188,3 +188,23 @@ def test_on_a_cpu_that_cannot_compile_the_run_goes_on(small_run, monkeypatch, ca
         "continuing without compilation, which is slower: RuntimeError: backend='inductor' raised: "
         "No working C++ compiler found\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            f"CppCompileError: C++ compile error\n\nCommand:\ng++ {'-D MACRO ' * 99}\n\nOutput:\n"
+            "/tmp/x/main.cpp:45:10: fatal error: Python.h: No such file or directory\n   45 | #incl"
+            "ude <Python.h>\ncompilation terminated.\n\nSet TORCHDYNAMO_VERBOSE=1 for more",
+            "/tmp/x/main.cpp:45:10: fatal error: Python.h: No such file or directory",
+        ),
+        (
+            "OSError: x.so: failed to map\nsegment.\n\nSet TORCHDYNAMO_VERBOSE=1 for more",
+            "OSError: x.so: failed to map segment.",
+        ),
+        ("", ""),
+    ],
+)
+def test_an_error_is_told_by_the_line_that_has_its_cause(text, line):
+    assert train.describe(RuntimeError(text)) == f"RuntimeError: {line}"
