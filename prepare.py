@@ -15,6 +15,7 @@ import base64
 import bisect
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -28,6 +29,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from multiprocessing.pool import ThreadPool
@@ -55,6 +57,7 @@ DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 if torch.cuda.is_available():
     DEVICE = torch.device("cuda")
 DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds per period, in a container
 DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, in Linux and in WSL
 
 
@@ -138,9 +141,26 @@ _frozen = {name: value for name, value in globals().items() if name.isupper()}
 
 
 # ---- Cache: raw shards are only ever added, derived files are made together ----
-CACHE = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch")
-CACHE = CACHE.expanduser().absolute()
-RUNS = Path(os.environ.get("AUTORESEARCH_RUNS") or CACHE / "runs").absolute()  # a record per run
+def folder_from(variable, default):
+    """The folder that an environment variable names; `~` is the home folder."""
+    folder = os.environ.get(variable) or default
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError:
+        return stop(f"{folder} has no home folder here; set {variable} to an absolute path.")
+
+
+def make_folder(folder, variable):
+    """Creates the folder that a variable sets. Exits if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        stop(f"{folder} cannot be written ({error.strerror}); set {variable} to another folder.")
+
+
+CACHE = folder_from("AUTORESEARCH_CACHE", "~/.cache/autoresearch")
+RUNS = folder_from("AUTORESEARCH_RUNS", CACHE / "runs")  # a record per run
 DATA = CACHE / "data"
 VAL = CACHE / "val"
 ROOT = CACHE / PROFILE  # what is derived
@@ -293,7 +313,8 @@ def current_commit():
 
     def git(*arguments):
         command = ["git", "-C", Path(__file__).parent, *arguments]
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+        said = subprocess.check_output(command, stderr=subprocess.DEVNULL)
+        return said.decode(errors="replace").strip()
 
     try:
         dirty = "+dirty" if git("status", "--porcelain") else ""
@@ -324,6 +345,13 @@ def keep_memory():
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
+def obey_quota():
+    """Takes as many threads as a container may use cores: of its quota torch knows nothing."""
+    with contextlib.suppress(OSError, ValueError):  # no such file; no quota, "max 100000"
+        quota, period = CPU_QUOTA.read_text().split()
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, int(quota) // int(period))))
+
+
 def start():
     """Begins the run, once; make_dataloader calls it too. Returns the device."""
     check_process()
@@ -338,7 +366,7 @@ def start():
     _run.ends = np.load(ROOT / ENDS_FILE, mmap_mode="r")
     if load_manifest() != manifest:
         stop("the cache was prepared anew while this run was starting; start it again.")
-    RUNS.mkdir(parents=True, exist_ok=True)
+    make_folder(RUNS, "AUTORESEARCH_RUNS")
     script = getattr(sys.modules["__main__"], "__file__", "")  # none in a notebook, python -c or -
     if os.path.isfile(script):
         lock_run(os.path.dirname(os.path.abspath(script)))
@@ -353,6 +381,7 @@ def start():
             print(f"note: {others / 1e9:.0f} GB of this GPU are in use by other programs")
     if DEVICE.type == "cpu":
         keep_memory()
+        obey_quota()
         os.environ.setdefault("TORCH_WARM_POOL", "0")  # no workers: a CPU needs no Triton
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without GPU
     _run.watched = [*watched, os.path.realpath(manifest["options"]["data_dir"] or ROOT)]
@@ -692,6 +721,7 @@ def report(val_bpb, stats):
         "time_budget": TIME_BUDGET,
         "seed": SEED,
         "device": DEVICE_NAME,
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": _run.commit,
         "data": hashlib.sha256(data.encode()).hexdigest()[:8],
@@ -736,15 +766,15 @@ def read_shard(shard):
         return
     try:
         with pq.ParquetFile(shard, page_checksum_verification=True) as file:
-            if "text" not in file.schema_arrow.names:
-                raise ShardError(f"{shard} has no column `text`; rename the one with the texts.")
+            columns = [file.schema.column(i) for i in range(len(file.schema))]
+            if [c.physical_type for c in columns if c.path == "text"] != ["BYTE_ARRAY"]:
+                raise ShardError(f"{shard} must have one column `text` of strings; convert it.")
             for batch in file.iter_batches(batch_size=512, columns=["text"]):
-                for text in batch["text"].to_pylist():
+                for text in batch["text"].cast(pa.string()).to_pylist():  # also binary, if UTF-8
                     if text:
                         yield text
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error)[-80:]
-        raise ShardError(f"{shard} is not a whole parquet file; replace it ({reason}).") from None
+        raise ShardError(f"{shard} cannot be read: {error}") from None
 
 
 # ---- ClimbMix ----
@@ -770,13 +800,13 @@ def download(path):
             any(read_shard(part))  # refuses a login page
             part.replace(path)
             return
-        except (requests.RequestException, ShardError) as error:
-            reason = f"{type(error).__name__}: {error}"[:120]
+        except (OSError, ShardError) as error:  # those of requests are OSErrors
+            reason = f"{type(error).__name__}: {str(error)[-160:]}"  # the cause comes last
         finally:
             part.unlink(missing_ok=True)
     raise ShardError(
-        f"{path.name} did not download ({reason}); run the same command when the network is back, "
-        "or use --corpus python."
+        f"{path.name} did not download ({reason}); run the same command to go on, or use "
+        "--corpus python."
     )
 
 
@@ -839,7 +869,7 @@ def find_corpus(options):
     folder = options["data_dir"]
     count = options["num_shards"]
     if folder:
-        files = sorted(Path(folder).glob("*.parquet"))
+        files = sorted(Path(folder).glob("[!.]*.parquet"))  # macOS puts ._ files beside others
         if len(files) < 2:
             stop(f"{folder} must be a folder of at least two *.parquet files.")
         described = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -959,11 +989,13 @@ def main():
     add = parser.add_argument
     add("--num-shards", type=int, help="training shards of ClimbMix, -1 for all (20)")
     add("--corpus", choices=("climbmix", "python"), help="python in the small profile")
-    add("--data-dir", type=os.path.abspath, help="parquet files, column text; last: validation")
+    add("--data-dir", type=Path, help="parquet files, column text; last: validation")
     options = vars(parser.parse_args())
+    if options["data_dir"]:
+        options["data_dir"] = str(options["data_dir"].expanduser().absolute())
     check_device()
     try:
-        ROOT.mkdir(parents=True, exist_ok=True)
+        make_folder(ROOT, "AUTORESEARCH_CACHE")
         while not lock(CACHE):
             print("waiting for another preparation to end", flush=True)
             time.sleep(2)
@@ -971,7 +1003,9 @@ def main():
     except ShardError as error:
         stop(str(error))
     except OSError as error:
-        stop(f"{error}; free space, or set AUTORESEARCH_CACHE to a writable folder.")
+        if error.errno == errno.ENOSPC:
+            stop(f"{error}; free space, or set AUTORESEARCH_CACHE to another folder.")
+        stop(f"{error}.")
     except KeyboardInterrupt:
         stop("interrupted; downloads are kept, run the same command to continue.", 130)
 

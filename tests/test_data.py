@@ -51,6 +51,25 @@ def test_a_bad_environment_gets_one_sentence(name, value, monkeypatch, capsys):
     assert name in refusal(capsys, runpy.run_path, str(ROOT / "prepare.py"))
 
 
+@pytest.mark.parametrize("variable", ["AUTORESEARCH_CACHE", "AUTORESEARCH_RUNS"])
+def test_a_tilde_is_the_home_folder_in_every_variable_that_names_a_folder(
+    variable, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(variable, "~/x")
+    ruler = runpy.run_path(str(ROOT / "prepare.py"))
+    assert ruler[variable.removeprefix("AUTORESEARCH_")] == tmp_path / "x"
+
+
+def test_a_user_without_a_home_folder_gets_one_sentence(monkeypatch, capsys):
+    """As in a container: no HOME, and no entry in the passwd file."""
+    for name in ("HOME", "AUTORESEARCH_CACHE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    sentence = refusal(capsys, runpy.run_path, str(ROOT / "prepare.py"))
+    assert "no home folder here; set AUTORESEARCH_CACHE" in sentence
+
+
 @pytest.mark.parametrize(
     ("profile", "values"),
     [
@@ -243,6 +262,19 @@ def test_a_build_that_fails_leaves_the_old_cache(own_cache, other, monkeypatch, 
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(prepare, "ROOT", tmp_path / "file" / "small")
+    sentence = refusal(capsys, run_prepare)
+    assert "file/small cannot be written (Not a directory); set AUTORESEARCH_CACHE" in sentence
+
+
+def test_only_a_full_disk_is_answered_with_free_space(own_cache, other, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "build", lambda *_: os.stat(other / "none"))
+    sentence = refusal(capsys, run_prepare, "--data-dir", other)
+    assert "No such file" in sentence and "free space" not in sentence
+
+
 def test_a_build_that_ends_between_the_moves_leaves_no_manifest(
     own_cache, other, monkeypatch, capsys
 ):
@@ -293,13 +325,51 @@ def damage_page(path):
     flip(path, path.stat().st_size // 2)
 
 
+def two_columns(path):
+    column = pa.array(["a"])
+    pq.write_table(pa.Table.from_arrays([column, column], names=["text", "text"]), path)
+
+
+def invalid_utf8(path):
+    """As a column of strings, which pyarrow does not check when it writes."""
+    raw = pa.array([b"\xff"])
+    pq.write_table(pa.table({"text": pa.StringArray.from_buffers(1, *raw.buffers()[1:])}), path)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [[b"binary"], pa.array(["large"], pa.large_string()), pa.array(["a"]).dictionary_encode()],
+)
+def test_a_column_of_strings_or_of_utf8_is_read(texts, tmp_path):
+    write_parquet(tmp_path / "a.parquet", texts)
+    [text] = prepare.read_shard(tmp_path / "a.parquet")
+    assert text in ("binary", "large", "a")
+
+
+@pytest.mark.parametrize("text", [["a"], {"a": "b"}, 1, 1.5, None])
+def test_a_column_of_anything_else_is_refused(text, tmp_path):
+    write_parquet(tmp_path / "a.parquet", [text])
+    with pytest.raises(prepare.ShardError, match="must have one column `text` of strings"):
+        [*prepare.read_shard(tmp_path / "a.parquet")]
+
+
+def test_hidden_files_are_no_shards(other):
+    (other / "._shard_00009.parquet").write_bytes(b"what macOS leaves on foreign disks")
+    _, get_shards = prepare.find_corpus({"data_dir": other, "corpus": None, "num_shards": None})
+    assert len(get_shards()) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "words"),
     [
         ("shard_00000", os.unlink, "a folder of at least two *.parquet files"),
-        ("shard_00000", lambda path: write_parquet(path, ["a"], "body"), "no column `text`"),
+        ("shard_00000", lambda path: write_parquet(path, ["a"], "body"), "one column `text`"),
+        ("shard_00000", two_columns, "one column `text`"),
+        ("shard_00000", invalid_utf8, "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        ("shard_00000", lambda path: write_parquet(path, [b"\xff"]), "Invalid UTF8"),
+        ("shard_00009", os.mkdir, "is a directory"),
         ("shard_00000", lambda path: write_parquet(path, ["", None]), "hold no text"),
-        ("shard_00000", damage_page, "not a whole parquet file"),
+        ("shard_00000", damage_page, "cannot be read: could not verify page integrity"),
         ("shard_00001", lambda path: write_parquet(path, ["short"]), "fills only 0 of 32 rows"),
     ],
 )

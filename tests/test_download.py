@@ -118,11 +118,29 @@ def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(hub, shards, tm
     hub.faults[name] = fault
     error = refusal(capsys, run_prepare, *ENOUGH)
     assert name in error and "(HTTPError: 404" in error and "or use --corpus python" in error
+    assert "/datasets/" in error  # the end of what requests says
     assert hub.requests[name] == len(prepare.WAITS)
     assert contents(tmp_path) == others  # nothing half-done is left behind
     hub.faults = {}
     run_prepare(*ENOUGH)
     assert hub.requests == {"shard_00000.parquet": 1, VAL: 1, name: len(prepare.WAITS) + 1}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "cause"),
+    [
+        ("HF_ENDPOINT", "hub.example", "No scheme supplied"),
+        ("REQUESTS_CA_BUNDLE", "/none.pem", "CA certificate bundle, invalid path: /none.pem"),
+        ("HTTPS_PROXY", "http://127.0.0.1:9", "Connection refused"),
+        ("HTTPS_PROXY", "socks5://127.0.0.1:9", "Missing dependencies for SOCKS"),
+    ],
+)
+def test_the_cause_of_a_failed_download_is_told(hub, monkeypatch, capsys, variable, value, cause):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    monkeypatch.setenv(variable, value)
+    error = refusal(capsys, run_prepare, *ENOUGH)
+    assert cause in error and "run the same command to go on" in error
+    assert "network" not in error and "free space" not in error
 
 
 # ---- Choice of shards ----

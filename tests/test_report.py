@@ -47,6 +47,33 @@ def test_a_run_notes_once_what_runs_on_what(cache, fresh_run, runs, monkeypatch,
     assert said == f"run: small profile, 300 s, seed 42, commit {commit}, cpu\n"
 
 
+def test_a_run_whose_record_would_find_no_place_does_not_start(
+    cache, fresh_run, monkeypatch, tmp_path, capsys
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(prepare, "RUNS", tmp_path / "file" / "runs")
+    with pytest.raises(SystemExit, match="2"):
+        prepare.start()
+    error = capsys.readouterr().err
+    assert "file/runs cannot be written (Not a directory); set AUTORESEARCH_RUNS" in error
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads"), [("100000 100000\n", 1), ("150000 100000", 1), ("max 100000", 2)]
+)
+def test_a_run_has_no_more_threads_than_its_container_has_cores(
+    tmp_path, monkeypatch, quota, threads
+):
+    torch.set_num_threads(2)
+    monkeypatch.setattr(prepare, "CPU_QUOTA", tmp_path / "cpu.max")
+    prepare.obey_quota()  # there is no such file
+    assert torch.get_num_threads() == 2
+    prepare.CPU_QUOTA.write_text(quota)
+    prepare.obey_quota()
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(1)
+
+
 def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
     """What git does not track makes it dirty: train.py may import it."""
     monkeypatch.setattr(prepare, "__file__", str(tmp_path / "prepare.py"))
@@ -60,7 +87,10 @@ def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
     (tmp_path / "run.log").write_text("")
     commit = prepare.current_commit()
     assert re.fullmatch("[0-9a-f]{7}", commit) and commit != "abc1234"
-    (tmp_path / "mymodel.py").write_text("")
+    (tmp_path / os.fsdecode(b"caf\xe9.py")).write_text("")  # no UTF-8, as git prints it
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "core.quotePath")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "false")
     assert prepare.current_commit() == f"{commit}+dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     assert prepare.current_commit() == "abc1234"
@@ -277,7 +307,7 @@ NINE = """
     num_params_M depth
 """.split()
 OTHERS = """
-    train_loss curve served_tokens_M eval_seconds startup_seconds profile time_budget seed device
+    train_loss curve served_tokens_M eval_seconds startup_seconds profile time_budget seed device threads
     torch commit data prepare
 """.split()
 
