@@ -1,0 +1,61 @@
+"""pyproject.toml alone, without a lock file, says which versions are installed, whatever the index."""
+
+import importlib.metadata
+import os
+import tomllib
+
+import prepare
+from tests.common import ROOT
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+UV = PROJECT["tool"]["uv"]
+PINS = [*PROJECT["project"]["dependencies"], *sum(PROJECT["dependency-groups"].values(), [])]
+
+
+def applying(lines, extras=()):
+    """{name: Requirement} of those lines that hold for this machine, this interpreter and one of
+    the extras."""
+    found = {}
+    for line in lines:
+        one = Requirement(line)
+        if not one.marker or any(one.marker.evaluate({"extra": e}) for e in ["", *extras]):
+            found[canonicalize_name(one.name)] = one
+    return found
+
+
+CONSTRAINTS = {
+    name: str(one.specifier) for name, one in applying(UV["constraint-dependencies"]).items()
+}
+
+
+def test_the_constraints_repeat_every_pin():
+    for name, pin in applying(PINS).items():
+        assert str(pin.specifier) == CONSTRAINTS.get(name), name
+
+
+@pytest.mark.skipif("UV_NO_SYNC" in os.environ, reason="somebody installed other versions by hand")
+def test_whatever_is_needed_is_constrained_and_installed_so():
+    """uv accepts a new dependency without a constraint: its version would then depend on the day."""
+    installed = {}
+    waiting = list(applying([*PINS, *prepare.PACKAGES]).items())
+    seen = set()
+    while waiting:
+        name, one = waiting.pop()
+        if (name, *one.extras) in seen:
+            continue
+        seen.add((name, *one.extras))
+        package = importlib.metadata.distribution(name)
+        installed[name] = f"=={package.version}"
+        waiting += applying(package.requires or [], one.extras).items()
+    assert installed == {name: CONSTRAINTS.get(name) for name in installed}
+
+
+def test_uv_is_told_nothing_else():
+    """Neither an index nor a cut-off date, which not every index can serve. The list ends the file,
+    as the command that writes it anew deletes all that follows."""
+    assert list(UV) == ["package", "constraint-dependencies"]
+    assert list(PROJECT["tool"])[-1] == "uv"
