@@ -50,6 +50,63 @@ def test_quoted_variables_knobs_and_files_exist(name):
         assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists(), path
 
 
+# ---- The README's sandbox ----
+# Prints what can be written, and last what cannot. As the real one, it mounts at no symbolic link.
+BWRAP = """
+import os, sys
+words = sys.argv[1:sys.argv.index("--")]
+for option, source, place in zip(words, words[1:], words[2:]):
+    if option not in ("--bind", "--bind-try", "--ro-bind") or place == "/":
+        continue
+    if not os.path.exists(source):
+        if option == "--bind-try":
+            continue
+        sys.exit(f"bwrap: Can't find source path {source}: No such file or directory")
+    if os.path.realpath(place) != place:
+        sys.exit(f"bwrap: Can't mkdir {place}: No such file or directory")
+    print("only read" if option == "--ro-bind" else "write", place)
+"""
+LINKS = ["none", "home", "clone", ".cache", ".cache/autoresearch", ".claude", ".claude.json"]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_the_sandbox_opens_the_same_places_where_one_is_a_symbolic_link(link, tmp_path):
+    real, home, clone = tmp_path / "real", tmp_path / "home", tmp_path / "clone"
+    folders = [home / ".cache/autoresearch", home / ".claude", home / ".codex", clone]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    for file in (home / ".claude.json", clone / "prepare.py"):
+        file.touch()
+    if link != "none":
+        place = home / link if link.startswith(".") else tmp_path / link
+        place.rename(real)
+        place.symlink_to(real)
+    (tmp_path / "bwrap.py").write_text(BWRAP)
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$0.py" "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+    shell_blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    [sandbox] = [text for text in shell_blocks if "confined()" in text]
+    agents = [text for text in shell_blocks if text.startswith("confined ")]
+    for agent, own in zip(agents, ([".claude", ".claude.json"], [".codex"]), strict=True):
+        done = subprocess.run(
+            ["bash", "-c", f'cd "{clone}"\n{sandbox}\n{agent}'],
+            env=os.environ | {"HOME": str(home), "PATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        *opened, last = done.stdout.splitlines()
+        names = [
+            "/tmp",
+            clone,
+            *(home / name for name in [*own, ".cache/autoresearch", ".cache/uv"]),
+        ]
+        assert sorted(opened) == sorted(f"write {os.path.realpath(name)}" for name in names)
+        assert last == f"only read {os.path.realpath(clone)}/prepare.py"  # no later mount opens it
+
+
 # ---- The shell blocks of program.md ----
 # A train.py that takes no time.
 FAKE = """
