@@ -3,6 +3,7 @@ there for."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -48,6 +49,26 @@ def test_quoted_variables_knobs_and_files_exist(name):
     paths = re.findall(r"(?:uv run |\]\()([\w/.]+\.(?:py|md|sh|ipynb))", text)
     for path in paths + re.findall(r"`([\w/]+\.py)`", text):
         assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists(), path
+
+
+# ---- A clone by Windows' git, used in WSL ----
+def test_a_clone_that_turns_lines_into_crlf_is_the_same(tmp_path):
+    repo, clone = tmp_path / "repo", tmp_path / "clone"
+    names = [".ci/run", "train.py", "program.md", "night.png", "nights/2026-11-25/night.bundle"]
+    for name in [*names, ".gitattributes"]:
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, repo / name)
+
+    def git(*words):
+        return subprocess.check_output(["git", *words], text=True, cwd=tmp_path)
+
+    git("init", "-q", repo)
+    git("-C", repo, "add", ".")
+    git("-C", repo, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all")
+    git("clone", "-q", "-c", "core.autocrlf=true", repo, clone)
+    assert git("-C", clone, "-c", "core.autocrlf=false", "status", "--short") == ""
+    for name in names:
+        assert (clone / name).read_bytes() == (ROOT / name).read_bytes(), name
 
 
 # ---- The README's sandbox ----
