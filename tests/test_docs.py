@@ -16,6 +16,7 @@ import pytest
 
 PROGRAM = (ROOT / "program.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", PROGRAM, re.S)
+[STATUS] = re.findall(r"`(git status .*?)` must print nothing", PROGRAM)
 
 
 def block(words):
@@ -142,17 +143,39 @@ print("integrity: ok")
 """
 
 
+# A human's ~/.gitconfig: each of these breaks a command that says nothing about it.
+SETTINGS = """
+[commit]
+    gpgSign = true
+[tag]
+    gpgSign = true
+[gpg]
+    program = false
+[core]
+    hooksPath = {hooks}
+    autocrlf = true
+[color]
+    ui = always
+[diff]
+    noprefix = true
+    context = 0
+[status]
+    branch = true
+"""
+
+
 @pytest.fixture
 def shell(tmp_path, cache):
-    """Runs a block in a repository with a space in its path, and returns what it prints. As uv does
-    it, `uv run` writes a lock file, which git must not list."""
+    """Runs a block in a repository with a space in its path, under a human's settings, and returns
+    what it prints, without colors. As uv does it, `uv run` writes a lock file, which git must not
+    list."""
     repo = tmp_path / "a night"
     tools = tmp_path / "bin"
     for folder in (repo / "tools", tools):
         folder.mkdir(parents=True)
     (tools / "uv").write_text(f'#!/bin/sh\ntouch uv.lock\nshift\nexec "{sys.executable}" "$@"\n')
     (tools / "uv").chmod(0o755)
-    for name in ("prepare.py", "tools/rerun.py", ".gitignore"):
+    for name in ("prepare.py", "tools/rerun.py", ".gitignore", ".gitattributes"):
         (repo / name).write_bytes((ROOT / name).read_bytes())
     (repo / "train.py").write_text(FAKE)
     environment = os.environ | {
@@ -160,6 +183,7 @@ def shell(tmp_path, cache):
         "AUTORESEARCH_CACHE": str(prepare.CACHE),
         "AUTORESEARCH_RUNS": str(tmp_path / "runs"),
         "TMPDIR": str(tmp_path),
+        "GIT_EDITOR": "false",
     }
 
     def run(text):
@@ -167,10 +191,18 @@ def shell(tmp_path, cache):
             ["bash", "-c", text], cwd=repo, env=environment, capture_output=True, text=True
         )
         assert not done.stderr, done.stderr
-        return done.stdout
+        return re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
 
     run("git init -q; git config user.name a; git config user.email a@b")
     run("git add .; git commit -qm baseline")
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    for name in ("pre-commit", "post-checkout"):
+        (hooks / name).write_text("#!/bin/sh\necho refused >&2\nexit 1\n")
+        (hooks / name).chmod(0o755)
+    (tmp_path / "gitconfig").write_text(SETTINGS.format(hooks=hooks))
+    environment["GIT_CONFIG_GLOBAL"] = str(tmp_path / "gitconfig")
+    assert run(STATUS) == ""
     run(block("git switch"))
     run.repo = repo
     return run
@@ -197,7 +229,7 @@ def test_a_run_outlives_the_shell_and_the_wait_ends_with_it(shell):
         "val_bpb: 0.910000\nintegrity: ok\nexit 0\n"
     )
     assert shell("\n".join(wait)) == out  # after a wait that was cut off
-    assert shell("git status --short") == ""
+    assert shell(STATUS) == ""
 
 
 def test_the_best_is_trained_again_in_a_clean_copy(shell):
@@ -206,7 +238,7 @@ def test_the_best_is_trained_again_in_a_clean_copy(shell):
     command = block(": > run.log")
     [again] = set(re.findall(r"`(uv run tools/rerun.py .*?)`", PROGRAM.replace("\n", " ")))
     assert f"commit {best}, cpu" in shell(command.replace("uv run train.py", again))
-    assert tip(shell) != best and shell("git status --short") == ""
+    assert tip(shell) != best and shell(STATUS) == ""
 
 
 def test_log_keep_and_discard(shell):
@@ -229,7 +261,7 @@ def test_log_keep_and_discard(shell):
     assert len(lines) == 4 and all(line.count("\t") == 4 for line in lines)
     assert lines[1].startswith(f"{kept}\t0.914700\t1.2\tkeep\tshort window 16")
     # Both together:
-    [apply] = re.findall(r"`(git show COMMIT .*?)`", PROGRAM)
+    [apply] = re.findall(r"`(git [^`]*COMMIT .*?)`", PROGRAM)
     (shell.repo / "prepare.py").write_bytes((ROOT / "prepare.py").read_bytes())
     shell(apply.replace("COMMIT", tried))
     assert "also worse" in (shell.repo / "train.py").read_text()
