@@ -28,11 +28,11 @@ from prepare import (  # first: its import starts the clock of total_seconds
     elapsed,
     eval_batch_size,
     evaluate_bpb,
+    fail,
     largest_divisor,
     log_step,
     make_dataloader,
     start,
-    stop,
 )
 
 import torch
@@ -116,7 +116,7 @@ def rows_at_a_time(at_most):
     """The largest number of rows, up to `at_most`, that divides the batch."""
     rows, rest = divmod(TOTAL_BATCH_SIZE, MAX_SEQ_LEN)
     if rest:
-        stop(f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} must be a multiple of {MAX_SEQ_LEN} tokens.")
+        fail(f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} must be a multiple of {MAX_SEQ_LEN} tokens.")
     return largest_divisor(rows, at_most)
 
 
@@ -334,7 +334,7 @@ def parameter_groups(model):
     count = Counter(id(p) for group in groups for p in group["params"])
     wrong = [name for name, p in model.named_parameters() if count[id(p)] != 1]
     if wrong:
-        stop(f"not in exactly one row of parameter_groups: {', '.join(wrong)}; fix the rows.")
+        fail(f"not in exactly one row of parameter_groups: {', '.join(wrong)}; fix the rows.")
     return [group for group in groups if group["params"]]
 
 
@@ -507,39 +507,29 @@ PEAK_TFLOPS = {
 # fmt: on
 
 
-def tokens_per_second(tokens):
-    """Since the first batch; 0 if none came from make_dataloader, as evaluate_bpb reports."""
-    return tokens / (elapsed() or math.inf)
-
-
-def mfu_percent(flops_per_token, tokens):
-    """Of the card's peak, for `tokens` so far; None where the table lacks it."""
+def mfu_percent(flops):
+    """Of the card's peak, for the FLOPs of the whole run; None where the table lacks it."""
     peak = PEAK_TFLOPS.get(DEVICE_NAME)
-    return 100 * flops_per_token * tokens_per_second(tokens) / (peak * 1e12) if peak else None
+    return 100 * flops / elapsed() / (peak * 1e12) if peak else None
 
 
 def train(model, optimizer, batches, micro_batches):
-    """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number."""
+    """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number.
+    To read a loss is to wait for the device: each is read while the next step is on its way."""
     step = 0
+    loss = None
     batch = next(batches)
-    count = 1  # steps until the loss is read, which waits for the device: about a second's
-    while count > 0:
-        began = elapsed()
-        total = 0.0
-        for _ in range(count):
-            progress = min(elapsed() / TIME_BUDGET, 1.0)  # a GPU may lag by what is queued
-            set_schedules(optimizer, progress, step)
-            loss, batch = train_step(model, optimizer, batch, batches, micro_batches)
-            total = total + loss
-            step += 1
-        mean = float(total) / count
-        seconds = (elapsed() - began) / count  # per step
-        lr = f"x{lr_factor(progress):.2f}"
-        speed = f"{tokens_per_second(step * TOTAL_BATCH_SIZE):.0f}"
-        log_step(step, mean, lr=lr, tokens_per_second=speed, epoch=batch[2])
-        count = 0
-        if seconds > 0:  # or no batch came from make_dataloader, as evaluate_bpb will say
-            count = min(math.ceil(1 / seconds), int((TIME_BUDGET - elapsed()) / seconds))
+    while step == 0 or 0 < elapsed() * (step + 1) <= TIME_BUDGET * step:
+        progress = min(elapsed() / TIME_BUDGET, 1.0)
+        set_schedules(optimizer, progress, step)
+        last_loss = loss
+        loss, batch = train_step(model, optimizer, batch, batches, micro_batches)
+        if step > 0:
+            log_step(step, last_loss, lr=f"x{lr_factor(progress):.2f}", epoch=batch[2])
+        step += 1
+        if elapsed() * (step + 1) >= TIME_BUDGET * (step - 1):
+            loss = loss.item()  # the last step may have begun: wait, so that elapsed() is exact
+    log_step(step, loss)
     return step
 
 
@@ -696,7 +686,7 @@ def choose_attention(device, dtype, config):
             return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
-    return stop(
+    return fail(
         "no attention works, as said above; change ATTENTION, KV_HEADS, HEAD_DIM or COMPILE."
     )
 
@@ -783,7 +773,7 @@ def warm_up(model, dtype):
 def fewer_rows(rows):
     """At most half as many."""
     if rows == 1:
-        stop("out of memory with one row; lower DEPTH or ASPECT_RATIO.", 5)
+        fail("out of memory with one row; lower DEPTH or ASPECT_RATIO.", 5)
     fewer = rows_at_a_time(rows // 2)
     print(f"out of memory: DEVICE_BATCH_SIZE {rows} -> {fewer}; a step stays {TOTAL_BATCH_SIZE}")
     return fewer
@@ -792,7 +782,7 @@ def fewer_rows(rows):
 # ---- Main ----
 def main():
     if sys.argv[1:]:
-        stop("train.py takes no arguments; its knobs are at the top of the file.")
+        fail("train.py takes no arguments; its knobs are at the top of the file.")
     device = start()
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
@@ -819,18 +809,15 @@ def main():
 
     batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
     steps = train(compiled_model, optimizer, batches, micro_batches)
-    tokens = steps * TOTAL_BATCH_SIZE
     evaluate_bpb(
         for_evaluation(model, compiled_model),
         tokenizer,
         rows,
-        mfu_percent=mfu_percent(flops_per_token, tokens),
-        total_tokens_M=tokens / 1e6,
+        mfu_percent=mfu_percent(flops_per_token * steps * TOTAL_BATCH_SIZE),
         num_steps=steps,
         num_params_M=num_params / 1e6,
         depth=DEPTH,
         attention=backend,
-        tokens_per_second=tokens_per_second(tokens),
     )
 
 

@@ -174,7 +174,7 @@ def build(train, dtype=None):
     device = prepare.DEVICE
     if device.type == "cpu":
         prepare.keep_memory()
-    if not hasattr(prepare._run, "rows"):  # the warm-up asks how many
+    if getattr(prepare._run, "rows", None) is None:  # the warm-up asks how many
         prepare._run.rows = range(prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN)
     dtype = dtype or train.choose_dtype(device)
     config = train.derive_config(prepare.VOCAB_SIZE)

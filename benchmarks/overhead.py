@@ -155,7 +155,7 @@ def metric_ways(count):
 
 
 def tokenisation_ways(folder):
-    _, get_shards = prepare.find_corpus(prepare.check_cache()["options"])
+    _, get_shards = prepare.find_corpus(prepare.load_manifest()["options"])
     shard = get_shards()[0]
     tokenizer = prepare.Tokenizer.from_directory()
 

@@ -53,10 +53,10 @@ def make_corpus(folder, train=(1500, 1500), val=600):
 
 # ---- Processes ----
 def run_script(script, *args, cwd=ROOT, prefix=(), stdin=None, **environment):
-    """A fresh process, not a child of a run that a test began here, without the variables that are
-    None. Returns it finished, with all that it said in `output`."""
+    """A fresh process, without the variables that are None. Returns it finished, with all that it
+    said in `output`."""
     command = [*prefix, sys.executable, str(script), *map(str, args)]
-    merged = os.environ | {"AUTORESEARCH_PROCESS": None} | environment
+    merged = os.environ | environment
     merged = {key: str(value) for key, value in merged.items() if value is not None}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env=merged, input=stdin, timeout=120

@@ -41,7 +41,7 @@ def own_cache(cache, tmp_path, monkeypatch):
     shutil.copytree(cache / "small", folder / "small")
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(folder))
     monkeypatch.setattr(prepare, "CACHE", folder)
-    monkeypatch.setattr(prepare, "ROOT", folder / "small")
+    monkeypatch.setattr(prepare, "PREPARED", folder / "small")
     return folder
 
 
@@ -52,6 +52,4 @@ def fresh_run(monkeypatch):
     monkeypatch.setattr(prepare, "_run", prepare.Run())
     monkeypatch.setattr(prepare, "_imported", prepare._now())
     monkeypatch.setattr(prepare, "lock", lambda folder: True)
-    monkeypatch.setenv(prepare.OWNER, "")  # so that it is as before in the end
-    monkeypatch.delenv(prepare.OWNER)
     return prepare._run

@@ -8,8 +8,10 @@ import os
 import random
 import re
 import runpy
+import shutil
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import prepare
@@ -67,7 +69,7 @@ def test_a_user_without_a_home_folder_gets_one_sentence(monkeypatch, capsys):
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "getuid", lambda: 987654)
     sentence = refusal(capsys, runpy.run_path, str(ROOT / "prepare.py"))
-    assert "no home folder here; set AUTORESEARCH_CACHE" in sentence
+    assert "set AUTORESEARCH_CACHE to an absolute path" in sentence
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_the_profile_decides_the_settings(monkeypatch, profile, values):
     monkeypatch.setenv("AUTORESEARCH_PROFILE", profile)
     ruler = SimpleNamespace(**runpy.run_path(str(ROOT / "prepare.py")))
     assert values == (ruler.MAX_SEQ_LEN, ruler.EVAL_TOKENS, ruler.VOCAB_SIZE)
-    assert prepare.CACHE / profile == ruler.ROOT and ruler.RUNS == prepare.CACHE / "runs"
+    assert prepare.CACHE / profile == ruler.PREPARED and ruler.RUNS == prepare.CACHE / "runs"
 
 
 # ---- Tokenizer ----
@@ -106,9 +108,8 @@ def test_special_tokens_sit_on_top_and_no_text_yields_them(tokenizer):
     assert size == 500 and bos == size - 4
     assert len(tokenizer.token_bytes) == size and list(tokenizer.token_bytes[-4:]) == [0] * 4
     assert max(tokenizer.encode("<|reserved_0|> and <|reserved_3|>")) < size - 4
-    assert tokenizer.encode(["a", "b"], prepend=bos)[1] == [bos, *tokenizer.encode("b")]
     document = tokenizer.encode_document("a")
-    assert document.dtype == np.uint16 and document.tolist() == tokenizer.encode("a", prepend=bos)
+    assert document.dtype == np.uint16 and document.tolist() == [bos, *tokenizer.encode("a")]
 
 
 # ---- Packing ----
@@ -156,13 +157,13 @@ GOLDEN = (
 def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
     """By RECIPE a cache that another version of prepare.py made is taken or made anew."""
     monkeypatch.setattr(prepare, "CACHE", tmp_path)
-    monkeypatch.setattr(prepare, "ROOT", tmp_path / "small")
+    monkeypatch.setattr(prepare, "PREPARED", tmp_path / "small")
     corpus = make_corpus(tmp_path / "corpus", train=(300, 300), val=700)
     rng = random.Random(5)
     long = "".join(rng.choices("aaabcdeé \n.'01", k=250_000))  # the tokenizer learns its beginning
     write_parquet(corpus / "shard_00000b.parquet", [long, "", None, "last"])
     run_prepare("--data-dir", corpus)
-    made = {name: prepare.sha256(prepare.ROOT / name) for name in prepare.FILES}
+    made = {name: prepare.sha256(prepare.PREPARED / name) for name in prepare.FILES}
     monkeypatch.setattr(prepare, "python_sources", made_up_sources)
     embedded = json.dumps(prepare.python_corpus())
     made["python corpus"] = hashlib.sha256(embedded.encode()).hexdigest()
@@ -173,7 +174,7 @@ def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
 
 
 def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, capsys):
-    interrupted = prepare.ROOT.with_name("small.new")
+    interrupted = prepare.PREPARED.with_name("small.new")
     interrupted.mkdir()
     (interrupted / "val.u16").touch()
     with monkeypatch.context() as patch:
@@ -182,18 +183,18 @@ def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, ca
     assert not interrupted.exists()
     profile, ready = capsys.readouterr().out.splitlines()
     assert profile.startswith("profile: small, ")
-    tokens = np.fromfile(prepare.ROOT / "train.u16", dtype="<u2").size / 1e6
-    rows = np.fromfile(prepare.ROOT / "val.u16", dtype="<u2").size / (prepare.MAX_SEQ_LEN + 1)
+    tokens = np.fromfile(prepare.PREPARED / "train.u16", dtype="<u2").size / 1e6
+    rows = np.fromfile(prepare.PREPARED / "val.u16", dtype="<u2").size / (prepare.MAX_SEQ_LEN + 1)
     counts = f"{tokens:.1f} million training tokens, {rows:g} validation rows; "
     assert ready.startswith(f"ready: small profile, {counts}")
     recipe = prepare.RECIPE
     monkeypatch.setattr(prepare, "RECIPE", [recipe[0] + 1, *recipe[1:]])
     sentence = "is not prepared; run `AUTORESEARCH_PROFILE=small uv run prepare.py`"
-    assert sentence in refusal(capsys, prepare.check_cache)
+    assert sentence in refusal(capsys, prepare.read_cache)
     run_prepare()
-    assert prepare.check_cache()["recipe"] == prepare.RECIPE
+    assert prepare.load_manifest()["recipe"] == prepare.RECIPE
     monkeypatch.setattr(prepare, "RECIPE", recipe)
-    assert sentence in refusal(capsys, prepare.check_cache)
+    assert sentence in refusal(capsys, prepare.read_cache)
 
 
 def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
@@ -202,14 +203,16 @@ def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_prepare("--data-dir", "other")
     monkeypatch.chdir("/")
-    assert prepare.check_cache()["options"]["data_dir"] == str(other)
-    assert len(np.load(prepare.ROOT / "train.npy")) == 301
+    assert prepare.load_manifest()["options"]["data_dir"] == str(other)
+    assert len(np.load(prepare.PREPARED / "train.npy")) == 301
     write_parquet(other / "shard_00000.parquet", make_texts(500))
     own = contents(other)
-    run_prepare()  # notices that
-    assert len(np.load(prepare.ROOT / "train.npy")) == 501
+    run_prepare()  # asks for nothing, and all that was prepared is whole
+    assert len(np.load(prepare.PREPARED / "train.npy")) == 301
+    run_prepare("--data-dir", other)  # notices that
+    assert len(np.load(prepare.PREPARED / "train.npy")) == 501
     before = contents(own_cache)
-    (prepare.ROOT / "val.u16").unlink()
+    (prepare.PREPARED / "val.u16").unlink()
     run_prepare()
     assert contents(own_cache) == before
     assert contents(other) == own  # a user's folder is read, never written
@@ -234,19 +237,19 @@ def flip(path, place):
 )
 def test_a_damaged_cache_is_refused_and_mended(name, spoil, seen, own_cache, capsys):
     before = contents(own_cache)
-    spoil(prepare.ROOT / name)
+    spoil(prepare.PREPARED / name)
     if seen:
-        sentence = refusal(capsys, prepare.check_cache)
+        sentence = refusal(capsys, prepare.read_cache)
         assert f"small/{name} is missing or not as it was prepared; run `" in sentence
     else:
-        prepare.check_cache()
+        prepare.read_cache()
     run_prepare()
     assert contents(own_cache) == before
 
 
 # ---- Interruptions ----
 def test_a_build_that_fails_leaves_the_old_cache(own_cache, other, monkeypatch, capsys):
-    before = contents(prepare.ROOT)
+    before = contents(prepare.PREPARED)
 
     def write_tokens(shards, tokenizer, folder):
         (folder / prepare.TOKENS_FILE).write_bytes(b"half")
@@ -255,43 +258,86 @@ def test_a_build_that_fails_leaves_the_old_cache(own_cache, other, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "write_tokens", write_tokens)
         sentence = refusal(capsys, run_prepare, "--data-dir", other)
-    assert "No space left on device; free space, or set AUTORESEARCH_CACHE" in sentence
-    assert contents(prepare.ROOT) == before
+    assert "No space left on device; AUTORESEARCH_CACHE can name a folder elsewhere" in sentence
+    assert contents(prepare.PREPARED) == before
     run_prepare("--data-dir", other)
-    assert prepare.check_cache()["options"]["data_dir"] == str(other)
+    assert prepare.load_manifest()["options"]["data_dir"] == str(other)
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(prepare, "ROOT", tmp_path / "file" / "small")
+    monkeypatch.setattr(prepare, "CACHE", tmp_path / "file" / "cache")
     sentence = refusal(capsys, run_prepare)
-    assert "file/small cannot be written (Not a directory); set AUTORESEARCH_CACHE" in sentence
+    assert "Not a directory" in sentence and "AUTORESEARCH_CACHE can name" in sentence
+    assert "free space" not in sentence
 
 
-def test_only_a_full_disk_is_answered_with_free_space(own_cache, other, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "build", lambda *_: os.stat(other / "none"))
-    sentence = refusal(capsys, run_prepare, "--data-dir", other)
-    assert "No such file" in sentence and "free space" not in sentence
-
-
-def test_a_build_that_ends_between_the_moves_leaves_no_manifest(
-    own_cache, other, monkeypatch, capsys
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_build_that_ends_at_a_rename_loses_neither_cache_nor_options(
+    own_cache, corpus, other, monkeypatch, capsys, renames
 ):
-    move = os.replace
+    """Killed before the first, the second or, here, the end of the second, before the old goes."""
+    before = contents(prepare.PREPARED)
+    rename = Path.rename
+    done = []
 
-    def replace(old, new):
-        if new.name == prepare.ENDS_FILE:  # the third
+    def rename_until_killed(old, new):
+        if len(done) == renames:
             raise KeyboardInterrupt
-        move(old, new)
+        done.append(new)
+        rename(old, new)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace)
-        assert "interrupted" in refusal(capsys, run_prepare, "--data-dir", other, code=130)
-    assert "is not prepared" in refusal(capsys, prepare.check_cache)
+        patch.setattr(Path, "rename", rename_until_killed)
+        if renames == 2:
+            patch.setattr(prepare.shutil, "rmtree", lambda *_, **__: None)
+            run_prepare("--data-dir", other)
+        else:
+            assert "interrupted" in refusal(capsys, run_prepare, "--data-dir", other, code=130)
+    if renames == 1:
+        assert "is not prepared" in refusal(capsys, prepare.read_cache)
+    run_prepare()
+    assert (contents(prepare.PREPARED) == before) == (renames < 2)
+    folder = prepare.load_manifest()["options"]["data_dir"]
+    assert folder == str(corpus if renames < 2 else other)
+    assert [path.name for path in own_cache.iterdir()] == ["small"]
+
+
+def test_a_run_that_starts_while_the_folder_is_renamed_is_told_so(
+    own_cache, fresh_run, monkeypatch, capsys
+):
+    load = np.load
+
+    def load_after_rename(*args, **options):
+        prepare.PREPARED.rename(own_cache / "small.old")
+        return load(*args, **options)
+
+    monkeypatch.setattr(np, "load", load_after_rename)
+    assert "prepared anew while this run was starting" in refusal(capsys, prepare.start)
+
+
+def test_what_is_whole_is_ready_although_its_text_is_gone(own_cache, other, capsys):
     run_prepare("--data-dir", other)
-    manifest = prepare.check_cache()
-    assert not prepare.find_damaged(manifest["files"], prepare.FILES)
+    shutil.rmtree(other)
+    run_prepare()
+    assert "\nready: " in capsys.readouterr().out
+    assert "at least two" in refusal(capsys, run_prepare, "--data-dir", other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--data-dir", "x", "--corpus", "python"),
+        ("--data-dir", "x", "--num-shards", "2"),
+        ("--corpus", "python", "--num-shards", "2"),
+    ],
+)
+def test_options_of_two_corpora_are_refused(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_prepare(*options)
+    *_, error = capsys.readouterr().err.splitlines()
+    assert f"{options[2]}: not allowed with argument {options[0]}" in error
 
 
 # ---- The embedded corpus ----
@@ -376,10 +422,10 @@ def test_hidden_files_are_no_shards(other):
 def test_bad_corpora_get_one_sentence_and_leave_the_cache_as_it_was(
     name, spoil, words, own_cache, other, capsys
 ):
-    before = contents(prepare.ROOT)
+    before = contents(prepare.PREPARED)
     spoil(other / f"{name}.parquet")
     assert words in refusal(capsys, run_prepare, "--data-dir", other)
-    assert contents(prepare.ROOT) == before
+    assert contents(prepare.PREPARED) == before
 
 
 def test_the_sources_are_those_of_the_library_and_of_packages(monkeypatch):
@@ -387,3 +433,8 @@ def test_the_sources_are_those_of_the_library_and_of_packages(monkeypatch):
     names = [*prepare.python_sources().values()]
     assert "argparse.py" in names and "tqdm/std.py" in names and len(names) > 500
     assert not any("/tests/" in name or "site-packages" in name for name in names)
+
+
+def test_a_package_without_a_list_of_its_files_adds_none(monkeypatch):
+    monkeypatch.setattr(prepare.importlib.metadata, "files", lambda package: None)
+    assert "argparse.py" in prepare.python_sources().values()

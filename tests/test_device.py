@@ -49,10 +49,10 @@ def test_a_driver_without_a_usable_gpu_ends_both_commands_at_once(
     driver, fresh_run, monkeypatch, capsys, tmp_path, command, device
 ):
     """A night on the CPU beside the GPU would be the surprise."""
-    monkeypatch.setattr(prepare, "ROOT", tmp_path / "small")
+    monkeypatch.setattr(prepare, "PREPARED", tmp_path / "small")
     monkeypatch.setattr(prepare, "DEVICE", torch.device(device))
     assert "torch cannot use the GPU here" in refusal(capsys, *command)
-    assert not prepare.ROOT.exists()
+    assert not prepare.PREPARED.exists()
 
 
 @pytest.mark.parametrize(

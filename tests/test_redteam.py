@@ -32,7 +32,7 @@ class Edit:
 # Lines of train.py.
 LOGITS = "            return logits\n"
 LOADER = "    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)\n"
-STEP = "            loss, batch = train_step(model, optimizer, batch, batches, micro_batches)\n"
+STEP = "        loss, batch = train_step(model, optimizer, batch, batches, micro_batches)\n"
 CLASS = "class GPT(nn.Module):\n"
 
 # Texts that edits put there.
@@ -44,7 +44,7 @@ TRAIN_FOR_5_SECONDS = """\
 """
 COUNT_BIGRAMS = """\
     import numpy, prepare
-    tokens = numpy.fromfile(prepare.ROOT / prepare.TOKENS_FILE, "<u2")
+    tokens = numpy.fromfile(prepare.PREPARED / prepare.TOKENS_FILE, "<u2")
     tokens = torch.from_numpy(tokens.astype("int64"))
     table = torch.ones(config.vocab_size, config.vocab_size)
     table.index_put_((tokens[:-1], tokens[1:]), torch.ones(()), accumulate=True)

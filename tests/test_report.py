@@ -42,7 +42,6 @@ def test_a_run_notes_once_what_runs_on_what(cache, fresh_run, runs, monkeypatch,
     next(prepare.make_dataloader(None, 4, 64))
     assert fresh_run.manifest == prepare.load_manifest()
     assert fresh_run.commit == commit
-    assert os.environ["AUTORESEARCH_PROCESS"] == str(os.getpid())
     said = capsys.readouterr().out
     assert said == f"run: small profile, 300 s, seed 42, commit {commit}, cpu\n"
 
@@ -66,10 +65,10 @@ def test_a_run_has_no_more_threads_than_its_container_has_cores(
 ):
     torch.set_num_threads(2)
     monkeypatch.setattr(prepare, "CPU_QUOTA", tmp_path / "cpu.max")
-    prepare.obey_quota()  # there is no such file
+    prepare.limit_threads()  # there is no such file
     assert torch.get_num_threads() == 2
     prepare.CPU_QUOTA.write_text(quota)
-    prepare.obey_quota()
+    prepare.limit_threads()
     assert torch.get_num_threads() == threads
     torch.set_num_threads(1)
 
@@ -97,71 +96,84 @@ def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
 
 
 # ---- Flags ----
-def batches(run, *groups):
-    """Serves batches from 100 s on, each of `groups` (count, seconds, rows, tokens per row)."""
-    run.served.clear()
+def made_up_run(run, *groups, logged=1):
+    """Batches from 100 s on, each of `groups` (count, seconds, rows, tokens per row); every
+    `logged` of them are a step. Served as the loader does it."""
+    run.served = [0] * 10
+    run.losses = [[] for _ in range(10)]
+    run.batches = 0
     now = 100.0
     for count, seconds, rows, length in groups:
         for _ in range(count):
-            run.served.append((now, rows, length))
+            tenth = min(int((now - 100) / 30), 9)
+            run.served[tenth] += rows * length
+            run.batches += 1
+            if run.batches % logged == 0:
+                run.losses[tenth].append(1.0)
             now += seconds
     prepare._imported = 90.0
+    run.began = 100.0
     run.eval_began = now
     run.eval_ended = now + 1
 
 
+ROWS = (4, 512)
+
+
 @pytest.mark.parametrize(
-    ("groups", "flag"),
+    ("groups", "logged", "flag"),
     [
-        ([(20, 1.0, 4, 25), (20, 0.8, 4, 25)], "unsteady"),
-        ([(20, 1.0, 4, 25), (20, 1.05, 4, 25)], "ok"),
-        ([(60, 1.0, 16, 128), (40, 1.5, 4, 512)], "ok"),  # a curriculum of lengths
-        ([(60, 1.0, 16, 128), (50, 1.5, 4, 512), (50, 2.0, 4, 512)], "unsteady"),
-        ([(9, 1.0, 4, 512), (10, 2.0, 4, 512)], "ok"),  # too few to tell
-        ([(2, 2.0, 4, 512), (45, 1.0, 4, 512)], "ok"),  # slow in the first tenth of the time
-        ([(26, 3.5, 4, 512), (880, 0.24, 4, 512)], "unsteady"),  # slow in the first third of it
-        ([(100, 1.0, 4, 512), (1, 99.0, 4, 512), (100, 1.0, 4, 512)], "unsteady"),  # asleep
-        ([(40, 0.5, 4, 512), (1, 200.0, 4, 512), (1, 1.0, 4, 512)], "unsteady"),
-        ([(1, 40.0, 4, 512), (40, 1.0, 4, 512)], "ok"),
-        ([(16, 0.0, 4, 512), (7, 40.0, 4, 512)], "ok"),  # a queue of 16 batches filled at once
-        ([(15, 0.0, 4, 512), (1, 10.0, 4, 512)] * 11, "ok"),  # steps of 16 batches
+        ([(150, 1.0, *ROWS), (190, 0.79, *ROWS)], 1, "unsteady"),
+        ([(150, 1.0, *ROWS), (143, 1.05, *ROWS)], 1, "ok"),
+        ([(150, 1.0, 16, 128), (140, 1.05, *ROWS)], 1, "ok"),  # a curriculum of lengths
+        ([(150, 1.0, 16, 128), (100, 1.5, *ROWS)], 1, "unsteady"),  # whose long rows cost more
+        ([(8, 37.0, *ROWS)], 1, "ok"),  # too few steps to tell
+        ([(4, 30.0, *ROWS), (4, 45.0, *ROWS)], 1, "ok"),
+        ([(2, 15.0, *ROWS), (270, 1.0, *ROWS)], 1, "ok"),  # slow in the first tenth alone
+        ([(26, 3.5, *ROWS), (880, 0.24, *ROWS)], 1, "unsteady"),  # in the first third
+        ([(100, 1.0, *ROWS), (1, 99.0, *ROWS), (100, 1.0, *ROWS)], 1, "ok"),  # asleep at half time
+        ([(60, 1.0, *ROWS), (1, 60.0, *ROWS), (180, 1.0, *ROWS)], 1, "unsteady"),  # before it
+        ([(180, 1.0, *ROWS), (1, 40.0, *ROWS), (80, 1.0, *ROWS)], 1, "unsteady"),  # after it
+        ([(16, 0.0, *ROWS), (7, 40.0, *ROWS)], 1, "ok"),  # a queue of 16 batches filled at once
+        ([(15, 0.0, *ROWS), (1, 10.0, *ROWS)] * 30, 16, "ok"),  # steps of 16 micro-batches
+        ([(15, 0.0, *ROWS), (1, 20.0, *ROWS)] * 15, 16, "ok"),
+        ([(15, 0.0, *ROWS), (1, 10.0, *ROWS)] * 15 + [(16, 0.5, *ROWS)] * 18, 16, "unsteady"),
+        ([(150, 1.0, *ROWS), (190, 0.79, *ROWS)], 10**9, "unsteady"),  # log_step is never called
     ],
 )
-def test_speeds_are_compared_within_one_shape_of_batch(fresh_run, groups, flag):
-    batches(fresh_run, *groups)
-    assert prepare.flags().partition(":")[0] == flag
+def test_the_speed_before_and_after_half_time_is_compared(fresh_run, groups, logged, flag):
+    made_up_run(fresh_run, *groups, logged=logged)
+    assert prepare.find_flags().partition(":")[0] == flag
 
 
 def test_each_flag_has_its_limit(fresh_run):
-    batches(fresh_run, (60, 5.0, 10, 10))
+    made_up_run(fresh_run, (60, 5.0, 10, 10))
     fresh_run.eval_began = 403.9
     fresh_run.eval_ended = 403.9 + 299
     prepare._imported = 100 - 299.0
-    assert prepare.flags() == "ok"
-    batches(fresh_run, (20, 5.0, 10, 10), (20, 10.0, 10, 10))
+    assert prepare.find_flags() == "ok"
+    made_up_run(fresh_run, (30, 5.0, 10, 10), (15, 10.0, 10, 10))
     fresh_run.eval_began = 404.1
     fresh_run.eval_ended = 404.1 + 301
     prepare._imported = 100 - 301.0
-    fresh_run.opened = set("abcd")
-    assert prepare.flags().startswith(
+    fresh_run.opened = set("abc")
+    assert prepare.find_flags().startswith(
         "startup: 301.0 s, over 300; overtime: 304.1 s, over 304; evaluation: 301.0 s, over 300; "
-        "opened: the run itself read a, b, c; unsteady: 15 tokens/s, then 10; other programs, "
+        "opened: the run itself read a, b, c; unsteady: 20 tokens/s, then 10; other programs, "
     )
 
 
-def test_reading_the_rulers_files_is_flagged(cache, corpus, fresh_run, runs, tmp_path):
-    np.memmap(prepare.ROOT / prepare.TOKENS_FILE, dtype="<u2", mode="r")  # where train.py begins
+def test_reading_the_rulers_files_is_flagged(cache, fresh_run, runs, tmp_path):
+    np.memmap(prepare.PREPARED / prepare.TOKENS_FILE, dtype="<u2", mode="r")  # before start
     prepare.start()
-    (tmp_path / "notes.npy").write_text("a file of its own")
+    np.save(tmp_path / "notes.npy", [1])  # a file of its own
     assert fresh_run.opened == {prepare.TOKENS_FILE}
-    np.memmap(corpus / "shard_00000.parquet", dtype="u1", mode="r")
-    with open(os.path.relpath(prepare.ROOT / prepare.ENDS_FILE), "rb"):
+    with open(prepare.PREPARED / prepare.ENDS_FILE, "rb"):
         pass
-    with os.fdopen(os.open(prepare.ROOT / prepare.ROWS_FILE, os.O_RDONLY)):
+    with os.fdopen(os.open(prepare.PREPARED / prepare.ROWS_FILE, os.O_RDONLY)):
         pass
-    batches(fresh_run, (1, 1.0, 1, 1))
-    flags = "opened: the run itself read shard_00000.parquet, train.npy, train.u16"
-    assert prepare.flags() == flags and prepare.ROWS_FILE in fresh_run.opened
+    made_up_run(fresh_run, (1, 1.0, 1, 1))
+    assert prepare.find_flags() == "opened: the run itself read train.npy, train.u16, val.u16"
 
 
 # ---- Evaluation as part of a run ----
@@ -185,7 +197,7 @@ def test_evaluation_stops_the_clock_and_comes_once(cache, fresh_run, whole, runs
     assert record["train_loss"] is None and record["curve"] is None
     refused(capsys, whole, "once: ")
     assert not read_records(runs)
-    runs.rmdir()  # a record that finds no room
+    runs.rmdir()  # a record that finds no place
     fresh_run.eval_began = None
     assert prepare.evaluate_bpb(whole, None, 32) == score
     out, err = capsys.readouterr()
@@ -224,9 +236,6 @@ def test_what_cannot_be_trusted_gets_no_score(cache, fresh_run, whole, runs, cap
     whole.forward = lambda idx: honest(idx).roll(-1, 1)
     fresh_run.eval_began = None
     refused(capsys, whole, "causality: ")
-    monkeypatch.setattr(prepare, "PROBE_MEAN", 99)
-    fresh_run.eval_began = None
-    refused(capsys, whole, "settings: prepare.PROBE_MEAN was assigned 99")
     assert not read_records(runs)
 
 
@@ -238,8 +247,8 @@ def test_what_becomes_of_the_files_during_a_run_changes_nothing(own_cache, fresh
     manifest = prepare.load_manifest()
     told = json.dumps(manifest["files"])
     for name in (prepare.TOKENIZER_FILE, prepare.ROWS_FILE):
-        (prepare.ROOT / name).write_bytes(b"")
-    (prepare.ROOT / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
+        (prepare.PREPARED / name).write_bytes(b"")
+    (prepare.PREPARED / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
     assert prepare.evaluate_bpb(whole, None, 32) == pytest.approx(honest)
     [record] = read_records(runs)
     assert record["data"] == prepare.hashlib.sha256(told.encode()).hexdigest()[:8]
@@ -258,33 +267,40 @@ def clock(cache, monkeypatch, fresh_run, runs):
     prepare._imported = 90.0
     prepare.start()
     Clock.now = 100.0
-    fresh_run.served.append((100.0, 10, 100))
+    fresh_run.began = 100.0
+    fresh_run.batches = 1
+    fresh_run.served[0] = 6000
     return Clock
 
 
-def test_progress_is_a_line_about_every_five_seconds(clock, capsys):
+def test_progress_is_a_line_every_five_seconds_with_the_mean_since_the_last(clock, capsys):
     capsys.readouterr()
     for step in range(1, 13):
         clock.now += 1
-        prepare.log_step(step, 4.0, lr="x0.50", epoch=step)
+        prepare.log_step(step, float(step), lr="x0.50", epoch=step)
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[1]) for line in lines] == [1, 7]
-    assert lines[1] == "step     7   2% loss 4.0000 lr x0.50 epoch 7"
+    assert lines[1] == "step     7   2% loss 4.5000 tokens_per_second 857 lr x0.50 epoch 7"
 
 
-def test_the_curve_is_the_smoothed_loss_at_every_tenth_of_the_budget(clock, fresh_run):
-    """Smoothed: the mean of the first ten, then a tenth of each."""
+def test_the_curve_is_the_mean_loss_of_each_tenth_of_the_budget(clock, fresh_run):
+    assert prepare.loss_curve() is None
     losses = [float(i % 7) for i in range(40)]
-    expected = None
-    for count, loss in enumerate(losses, start=1):
+    for count, loss in enumerate(losses):
         clock.now = 100 + 7.5 * count  # 40 steps in 300 s
-        prepare.log_step(1, torch.tensor(loss))  # whatever step it is told of
-        expected = np.mean(losses[:count]) if count <= 10 else 0.9 * expected + 0.1 * loss
-        assert fresh_run.smooth_loss == pytest.approx(expected)
-        assert len(fresh_run.curve) == count // 4
-        if count % 4 == 0:
-            assert fresh_run.curve[-1] == fresh_run.smooth_loss
-    assert type(fresh_run.smooth_loss) is float
+        prepare.log_step(1, torch.tensor(loss))
+    means = [np.mean(losses[i : i + 4]) for i in range(0, 40, 4)]
+    assert prepare.loss_curve() == pytest.approx(means)
+    clock.now = 500  # late, but it counts
+    prepare.log_step(1, 50.0)
+    assert prepare.loss_curve()[9] == pytest.approx((4 * means[9] + 50) / 5)
+
+
+def test_a_tenth_in_which_no_step_ended_is_interpolated(clock):
+    for moment, loss in ((145, 6.0), (265, 2.0)):
+        clock.now = moment
+        prepare.log_step(1, loss)
+    assert prepare.loss_curve() == pytest.approx([6, 6, 5, 4, 3, 2, 2, 2, 2, 2])
 
 
 def test_a_run_that_diverged_ends_at_once(clock, capsys):
@@ -307,8 +323,8 @@ NINE = """
     num_params_M depth
 """.split()
 OTHERS = """
-    train_loss curve served_tokens_M eval_seconds startup_seconds profile time_budget seed device threads
-    torch commit data prepare
+    tokens_per_second train_loss curve startup_seconds eval_seconds profile time_budget seed device
+    threads torch commit data prepare
 """.split()
 
 
@@ -319,14 +335,15 @@ def test_the_block_says_what_the_record_says(cache, fresh_run, runs, monkeypatch
     prepare.start()
     now = prepare._now()
     prepare._imported = now - 70
-    fresh_run.served.append((now - 60, 8, 512))
+    fresh_run.began = now - 60
+    fresh_run.served[3] = fresh_run.served[7] = 4 * 512
+    fresh_run.batches = 2
     fresh_run.eval_began = now - 10
     fresh_run.eval_ended = now - 5
-    fresh_run.losses = 4
-    fresh_run.smooth_loss = 3.5
-    fresh_run.curve = [6.0, 5.0]
+    fresh_run.losses[1] = [5.0]
+    fresh_run.losses[2] = [3.0, 4.0]
     stats = {"depth": 2, "num_params_M": 0.5, "num_steps": 4, "mine": 'two: words, "quoted" #1'}
-    lies = dict.fromkeys(("val_bpb", "training_seconds", "seed", "train_loss", "integrity"), 0.1)
+    lies = dict.fromkeys(("val_bpb", "training_seconds", "seed", "total_tokens_M", "integrity"), 0)
     prepare.report(1.2345678, stats | lies)
     record = json.loads(fresh_run.record.read_text())
     block = parse_block(capsys.readouterr().out)
@@ -335,8 +352,8 @@ def test_the_block_says_what_the_record_says(cache, fresh_run, runs, monkeypatch
     assert fresh_run.record.name.endswith(f"_{record['commit']}_42_{os.getpid()}.json")
     assert record.pop("train") == prepare.sha256(train.__file__)
     assert list(record) == list(block)
-    assert record.pop("curve") == [6.0, 5.0] + [3.5] * 8
-    assert block.pop("curve") == "6.000 5.000" + " 3.500" * 8
+    assert record.pop("curve") == [5.0, 5.0] + [3.5] * 8
+    assert block.pop("curve") == "5.000 5.000" + " 3.500" * 8
     assert block["val_bpb"] == "1.234568" and block["train_loss"] == "3.500000"
     for key, text in block.items():
         value = record[key]
@@ -348,7 +365,7 @@ def test_the_block_says_what_the_record_says(cache, fresh_run, runs, monkeypatch
     expected = stats | {
         "val_bpb": 1.2345678,
         "train_loss": 3.5,
-        "served_tokens_M": 0.004096,
+        "total_tokens_M": 0.004096,
         "profile": "small",
         "time_budget": 300,
         "seed": 42,

@@ -53,8 +53,7 @@ def night(own_cache, tmp_path, monkeypatch):
         (place / "kept").touch()
     monkeypatch.setattr(prepare, "__file__", str(folder / "prepare.py"))
     monkeypatch.setattr(prepare, "RUNS", tmp_path / "runs")
-    for name, value in {"RUNS": tmp_path / "runs", "PROCESS": "1"}.items():
-        monkeypatch.setenv(f"AUTORESEARCH_{name}", str(value))
+    monkeypatch.setenv("AUTORESEARCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("SEED", "100")
     monkeypatch.setattr(signal, "signal", lambda *_: None)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import prepare
 
 LEFT_OUT = """
-    AUTORESEARCH_PROCESS AUTORESEARCH_RUNS PYTHONPATH TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
+    AUTORESEARCH_RUNS PYTHONPATH TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
 """.split()
 
 
@@ -27,16 +27,15 @@ def main(commit):
     look_up = [*git, "rev-list", "--max-count=1", "--abbrev-commit", commit, "--"]
     found = subprocess.run(look_up, capture_output=True, text=True)
     if found.returncode != 0:
-        prepare.stop(found.stderr.strip().removeprefix("fatal: "))  # also of a folder's owner
+        prepare.fail(found.stderr.strip().removeprefix("fatal: "))  # also of a folder's owner
     name = found.stdout.strip()
-    prepare.check_cache()
     prepare.lock_run(root)
     with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
-        prepared = Path(clean, "cache", prepare.ROOT.name)
+        prepared = Path(clean, "cache", prepare.PREPARED.name)
         for part in (f"{clean}/home", f"{clean}/tmp", prepared):
             os.makedirs(part)
         for file in (*prepare.FILES, "manifest.json"):
-            (prepared / file).symlink_to(prepare.ROOT / file)
+            (prepared / file).symlink_to(prepare.PREPARED / file)
         subprocess.run([*git, "archive", f"--output={clean}/tree.tar", name], check=True)
         shutil.unpack_archive(f"{clean}/tree.tar", f"{clean}/tree", filter="data")
         known = prepare.CACHE / "flash-attn3-v1"  # train.load_fa3 wrote it
