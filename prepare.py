@@ -63,16 +63,6 @@ DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 if torch.cuda.is_available():
     DEVICE = torch.device("cuda")
 DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type
-PROFILE = os.environ.get("AUTORESEARCH_PROFILE")
-if not PROFILE:
-    PROFILE = "small"
-    if DEVICE.type == "cuda":
-        memory = torch.cuda.get_device_properties(DEVICE).total_memory
-        PROFILE = "full" if memory >= 40e9 else "medium"
-if PROFILE not in ("full", "medium", "small"):
-    fail(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
-
-
 DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Linux and on WSL
 
 
@@ -87,6 +77,16 @@ def check_device():
             "torch cannot use the GPU here; update its driver (to 580 or newer), or set "
             "CUDA_VISIBLE_DEVICES to a GPU from Turing on, or to -1 for none."
         )
+
+
+PROFILE = os.environ.get("AUTORESEARCH_PROFILE")
+if not PROFILE:
+    PROFILE = "small"
+    if DEVICE.type == "cuda":
+        memory = torch.cuda.get_device_properties(DEVICE).total_memory
+        PROFILE = "full" if memory >= 40e9 else "medium"
+if PROFILE not in ("full", "medium", "small"):
+    fail(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
 
 
 def by_profile(*, full, medium, small):
@@ -234,15 +234,15 @@ class Run:
     """The state of this process's run."""
 
     def __init__(self):
-        self.manifest = None  # that and the next six: what `start` reads
+        self.manifest = None  # `start` fills this and the next six
         self.rows = None
         self.tokens = None
         self.ends = None
         self.token_bytes = None
         self.commit = None
         self.hashes = None  # of prepare.py and of the script that runs
-        self.reading = False  # the ruler itself is opening its files
-        self.opened = set()  # those that the run opened itself
+        self.reading = False  # the ruler itself opens its files
+        self.opened = set()  # those files that the run opened otherwise
         self.began = None  # the time of the first batch
         self.batches = 0
         self.served = [0] * 10  # tokens in each tenth of the budget
@@ -370,7 +370,7 @@ def elapsed():
 
 
 def current_tenth():
-    """The tenth of the budget that is running, 0 to 9."""
+    """Which tenth of the budget it is, 0 to 9."""
     return min(int(10 * elapsed() / TIME_BUDGET), 9)
 
 
@@ -468,7 +468,7 @@ def log_step(step, loss, **shown):
 
 # ---- Metric ----
 PROBE_ROWS = by_profile(full=288, medium=112, small=56)  # rows that `probe` scores again, at most
-# Largest change in a loss (nats) that is accepted there, on average and at one position. Correct
+# Largest change in a loss (nats) that `probe` accepts, on average and at one position; correct
 # models stay below 2e-5 and 0.02.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
@@ -509,12 +509,12 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(losses, tokens, own_losses, rng):
-    """Where to cut each of the rows `tokens` [K, T + 1]: int [K], 1 to T - 1.
+    """Where to cut each of the rows `tokens` [K, T + 1]: int [K], from 1 to T - 1.
 
-    A cut shows a leak just before it, so a third of the cuts follow the positions with the lowest
-    mean loss over all rows, `losses` [N, T], where a position may give the leak away; a third
-    follow a rare token that had a low loss in its row, `own_losses` [K, T], where the text may;
-    the rest fall anywhere, but for one at either end."""
+    A leak shows where the cut falls right after the position that looks ahead. A third of the cuts
+    follow the positions with the lowest mean loss over all rows, `losses` [N, T]; a third follow a
+    token that is rare but had a low loss in its row, `own_losses` [K, T]; the others fall anywhere,
+    two of them at the ends."""
     K, T = own_losses.shape
     third = K // 3
     cuts = rng.integers(1, T, K)
