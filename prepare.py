@@ -6,7 +6,7 @@ scores to be comparable. Nobody edits this file during a night of research.
     uv run prepare.py --data-dir DIR   use your own text: parquet files with a column `text`, the
                                        last by name for validation
 
-Exit codes, also of train.py: 0 success, 1 bug, 2 set-up or usage, 3 integrity, 4 diverged, 5 out of
+Exit codes, of train.py too: 0 success, 1 bug, 2 set-up or usage, 3 integrity, 4 diverged, 5 out of
 memory.
 """
 
@@ -15,6 +15,7 @@ import base64
 import bisect
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -50,7 +51,7 @@ from tqdm import tqdm
 
 
 def fail(sentence, code=2):
-    """Exits with one sentence that says what is wrong and how to fix it."""
+    """Prints one sentence, what is wrong and how to fix it, and exits."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
@@ -68,10 +69,11 @@ DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Li
 
 def check_device():
     """Exits if there is an NVIDIA GPU that torch cannot use."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    usable = hidden or not any(os.path.exists(path) for path in DRIVERS)
     if DEVICE.type == "cuda":
-        usable = torch.cuda.get_device_capability() >= (7, 5)  # Turing, the oldest in this torch
+        usable = torch.cuda.get_device_capability() >= (7, 5)  # Turing, the oldest for this torch
+    else:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        usable = hidden or not any(os.path.exists(path) for path in DRIVERS)
     if not usable:
         fail(
             "torch cannot use the GPU here; update its driver (to 580 or newer), or set "
@@ -89,9 +91,9 @@ if PROFILE not in ("full", "medium", "small"):
     fail(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
 
 
-def by_profile(*, full, medium, small):
+def by_profile(**values):
     """The value for the current profile."""
-    return {"full": full, "medium": medium, "small": small}[PROFILE]
+    return values[PROFILE]
 
 
 # ---- Settings: only runs that share them can be compared ----
@@ -103,13 +105,13 @@ try:
 except ValueError as error:
     fail(f"AUTORESEARCH_TIME_BUDGET or SEED: {error}; change or unset it.")
 
-MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # tokens per row
+MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # context length
 EVAL_TOKENS = by_profile(full=40 * 2**19, medium=2**21, small=2**18)  # validation tokens to score
 VOCAB_SIZE = by_profile(full=8192, medium=8192, small=2048)  # includes the four special tokens
 EVAL_BATCH = 32  # rows per evaluation batch, at most
-BUFFER_DOCS = 1000  # documents among which packing chooses
+BUFFER_DOCS = 1000  # documents that packing chooses among
 
-# GPT-4's pattern, but it splits digits into pairs: a small vocabulary has no room for thousands.
+# GPT-4's pattern, but it splits digits into pairs: a small vocabulary has no room for triples.
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -131,23 +133,22 @@ CACHE = folder_from("AUTORESEARCH_CACHE", "~/.cache/autoresearch")
 RUNS = folder_from("AUTORESEARCH_RUNS", CACHE / "runs")  # one record per run
 TRAIN_SHARDS = CACHE / "data"  # ClimbMix, as downloaded
 VAL_SHARDS = CACHE / "val"
-PREPARED = CACHE / PROFILE  # what is derived from one corpus, always as a whole
+PREPARED = CACHE / PROFILE  # everything derived from one corpus, replaced as a whole
 TOKENIZER_FILE = "tokenizer.tiktoken"
 TOKENS_FILE = "train.u16"  # all training documents, flat, with BOS before each
 ENDS_FILE = "train.npy"  # where each document begins and ends, int64 [documents + 1]
 ROWS_FILE = "val.u16"  # packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]
 FILES = (TOKENIZER_FILE, TOKENS_FILE, ENDS_FILE, ROWS_FILE)
 
-RECIPE = [  # what the derived files depend on besides the corpus
-    1,  # bump when a change to this file alters a derived file
-    *(VOCAB_SIZE, EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS),
-    *(importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")),
-]
+# What the derived files depend on besides the corpus. Bump the 1 when a change to this file alters
+# one of them.
+RECIPE = [1, VOCAB_SIZE, EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS]
+RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
 
 
 def load_manifest():
-    """What is prepared, or {}. `shards` holds the number of each training shard's first document,
-    `files` {name: [bytes, sha256]}."""
+    """The manifest, or {} without one. `shards` holds the index of each training shard's first
+    document, `files` {name: [bytes, sha256]}."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((PREPARED / "manifest.json").read_text())
     return {}
@@ -186,14 +187,17 @@ def lock(folder):
 
 # ---- Tokenizer ----
 class Tokenizer:
-    """Byte-level BPE over `ranks` {bytes: id}; the special tokens follow. `token_bytes`, int32 [V],
-    is the raw byte count of each token, 0 for special tokens: decoded text would miscount, since
-    part of a character becomes U+FFFD, which is three bytes."""
+    """Byte-level BPE over `ranks` {bytes: id}; special tokens follow. `token_bytes`, int32 [V], is
+    the raw byte count of each token, 0 for special tokens. Decoded text would miscount: part of a
+    character becomes U+FFFD, which is three bytes."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding(
-            "own", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
+            "autoresearch",
+            pat_str=SPLIT_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=self.special,
         )
         lengths = [len(token) for token in sorted(ranks, key=ranks.get)]
         self.token_bytes = np.array(lengths + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
@@ -234,24 +238,24 @@ class Run:
     """The state of this process's run."""
 
     def __init__(self):
-        self.manifest = None  # `start` fills this and the next six
+        self.manifest = None  # `start` sets the first seven
         self.rows = None
         self.tokens = None
         self.ends = None
         self.token_bytes = None
         self.commit = None
-        self.hashes = None  # of prepare.py and of the script that runs
-        self.reading = False  # the ruler itself opens its files
-        self.opened = set()  # those files that the run opened otherwise
-        self.began = None  # the time of the first batch
+        self.hashes = None  # of prepare.py and of the running script
+        self.reading = False  # true while `start` opens the prepared files
+        self.opened = set()  # prepared files opened at any other time
+        self.began = None  # when the first batch was served
         self.batches = 0
         self.served = [0] * 10  # tokens in each tenth of the budget
         self.losses = [[] for _ in range(10)]  # of every step, by tenths
         self.since_line = []  # losses since the last line of progress
-        self.last_line = -math.inf  # its time
+        self.last_line = -math.inf  # when it was printed
         self.eval_began = None
         self.eval_ended = None
-        self.late = 0.0  # seconds of training that were put off until evaluation
+        self.late = 0.0  # seconds of training work done during evaluation
         self.record = None  # the path of the JSON file
 
 
@@ -259,8 +263,8 @@ _run = Run()
 
 
 def watch(event, arguments):
-    """Notes, as an audit hook, when the run itself opens tokens or rows: a private loader could
-    read validation rows. Copies of them go unseen."""
+    """Audit hook that notes when the run itself opens tokens or rows, since a private loader could
+    read validation rows. Copies of these files go unseen."""
     path = str(arguments[0]) if event == "open" else ""
     if path.startswith(str(PREPARED)) and path.endswith((".u16", ".npy")) and not _run.reading:
         _run.opened.add(os.path.basename(path))
@@ -272,11 +276,12 @@ sys.addaudithook(watch)
 def lock_run(folder):
     """Allows one run at a time in a folder. Exits if there is another."""
     if not lock(folder):
-        fail("another run is going on in this folder; wait for it, or end it (pgrep -af train.py).")
+        fail("another run is going on in this folder; wait for it or stop it (pgrep -af train.py).")
 
 
 def read_cache():
-    """Reads what a run needs. Exits unless the cache is whole and was made by this recipe."""
+    """Reads what a run needs and returns the manifest. Exits unless the recipe, all sizes and the
+    hashes of tokenizer and rows are right."""
     manifest = load_manifest()
     problem = f"{PREPARED} is not prepared"
     if manifest.get("recipe") == RECIPE:
@@ -291,16 +296,17 @@ def read_cache():
         _run.token_bytes = Tokenizer.from_directory().token_bytes
     if load_manifest() != manifest:
         fail("the cache was prepared anew while this run was starting; start it again.")
-    _run.manifest = manifest
+    return manifest
 
 
 def current_commit():
-    """The short hash, `+dirty` if `git status` lists anything; without git AUTORESEARCH_COMMIT."""
+    """The short hash, with `+dirty` if `git status` lists anything; AUTORESEARCH_COMMIT without
+    git."""
 
     def git(*arguments):
         command = ["git", "-C", Path(__file__).parent, *arguments]
-        said = subprocess.check_output(command, stderr=subprocess.DEVNULL)
-        return said.decode(errors="replace").strip()
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL)
+        return output.decode(errors="replace").strip()
 
     try:
         dirty = "+dirty" if git("status", "--porcelain") else ""
@@ -318,11 +324,11 @@ def keep_memory():
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's: microseconds, and per how many
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's: microseconds per period
 
 
 def limit_threads():
-    """Takes no more threads than the CPU quota pays for, of which torch knows nothing."""
+    """Uses no more threads than the CPU quota allows, which torch ignores."""
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = CPU_QUOTA.read_text().split()
         torch.set_num_threads(min(torch.get_num_threads(), max(1, int(quota) // int(period))))
@@ -334,7 +340,7 @@ def start():
         return DEVICE
     check_device()
     _run.reading = True
-    read_cache()
+    manifest = read_cache()
     _run.reading = False
     try:
         RUNS.mkdir(parents=True, exist_ok=True)
@@ -346,8 +352,8 @@ def start():
         lock_run(os.path.dirname(os.path.abspath(script)))
     _run.commit = current_commit()
     _run.hashes = [sha256(file) if os.path.isfile(file) else None for file in (__file__, script)]
-    what = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
-    print(f"run: {what}, {DEVICE_NAME}")
+    settings = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
+    print(f"run: {settings}, {DEVICE_NAME}")
     if DEVICE.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
@@ -356,8 +362,9 @@ def start():
     if DEVICE.type == "cpu":
         keep_memory()
         limit_threads()
-        os.environ.setdefault("TORCH_WARM_POOL", "0")  # no worker processes: Triton is not used
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc, no GPU
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # no workers: a CPU needs no Triton
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without GPU
+    _run.manifest = manifest
     return DEVICE
 
 
@@ -370,7 +377,7 @@ def elapsed():
 
 
 def current_tenth():
-    """Which tenth of the budget it is, 0 to 9."""
+    """The current tenth of the budget, 0 to 9."""
     return min(int(10 * elapsed() / TIME_BUDGET), 9)
 
 
@@ -379,9 +386,9 @@ def tokens_per_second():
 
 
 def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
-    """Best-fit packing: yields full rows, uint16 [row_len]. Repeatedly places the longest of the
-    next `buffer_docs` documents that fits; if none fits, crops the shortest to fill the row and
-    drops its tail. Ties go to the oldest."""
+    """Best-fit packing: yields full rows, uint16 [row_len]. Each time, the longest fitting document
+    of the next `buffer_docs` is placed; if none fits, the shortest is cropped to fill the row and
+    its tail is lost. Ties go to the oldest."""
     source = enumerate(documents)
     waiting = []  # (length, number, document), sorted
     length_of = itemgetter(0)
@@ -394,7 +401,7 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
             if not waiting:
                 return
             space = row_len - filled
-            fitting = bisect.bisect_right(waiting, space, key=length_of)  # a count
+            fitting = bisect.bisect_right(waiting, space, key=length_of)  # how many fit
             length = length_of(waiting[max(fitting - 1, 0)])
             oldest = bisect.bisect_left(waiting, length, key=length_of)
             document = waiting.pop(oldest)[2][:space]
@@ -406,7 +413,7 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
 def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     """Yields (inputs, targets, epoch) forever: fresh int64 [B, T] on the device, targets one token
     ahead. The rows do not depend on B. The first batch starts the clock. `tokenizer` is ignored:
-    documents were tokenised at preparation. Raises ValueError for another split."""
+    tokens are made at preparation. Raises ValueError for another split."""
     if split != "train":
         raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
     start()
@@ -415,7 +422,7 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     def read_documents():
         nonlocal epoch
         shards = _run.manifest["shards"]
-        first = shards[SEED % len(shards)]  # each seed begins with another shard
+        first = shards[SEED % len(shards)]  # the seed picks the first shard
         while True:
             epoch += 1
             for i in itertools.chain(range(first, len(_run.ends) - 1), range(first)):
@@ -429,9 +436,9 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
             if DEVICE.type == "cuda":
                 batch = batch.pin_memory()  # torch keeps it until the copy is done
             batch = batch.to(DEVICE, non_blocking=True)
-            # Not contiguous(), which does not copy a single row: both would share its memory.
-            inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
-            targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
+            # If B is 1, contiguous() would return two views of the same memory.
+            inputs = batch[:, :-1].clone()
+            targets = batch[:, 1:].clone()
             if _run.began is None:
                 _run.began = _now()
             _run.batches += 1
@@ -448,10 +455,10 @@ MAX_LOSS = 100  # nats; a higher loss, or NaN, ends the run
 
 def log_step(step, loss, **shown):
     """Records the mean loss of a step, in nats per token; call it for every step. Prints a line of
-    progress every five seconds: the mean loss since the last line, the speed, and what is `shown`.
+    progress every five seconds: the mean loss since the last line, the speed, and `shown`.
     Exits with 4 if training has diverged."""
     loss = float(loss)
-    if not loss <= MAX_LOSS:  # NaN too: no comparison with it holds
+    if not loss <= MAX_LOSS:  # also true for NaN
         print(f"FAIL: training diverged, loss {loss:g} nats per token at step {step}", flush=True)
         raise SystemExit(4)
     _run.losses[current_tenth()].append(loss)
@@ -461,9 +468,9 @@ def log_step(step, loss, **shown):
         percent = min(100 * elapsed() / TIME_BUDGET, 100)
         mean = np.mean(_run.since_line)
         _run.since_line.clear()
-        shown = {"tokens_per_second": f"{tokens_per_second():.0f}"} | shown
-        more = " ".join(f"{name} {value}" for name, value in shown.items())
-        print(f"step {step:5d} {percent:3.0f}% loss {mean:.4f} {more}", flush=True)
+        line = f"step {step:5d} {percent:3.0f}% loss {mean:.4f}"
+        shown = {"tokens_per_second": round(tokens_per_second())} | shown
+        print(line, *(f"{name} {value}" for name, value in shown.items()), flush=True)
 
 
 # ---- Metric ----
@@ -475,7 +482,7 @@ PROBE_PEAK = 0.1
 
 
 class IntegrityError(Exception):
-    """Why a score cannot be trusted."""
+    """The score cannot be trusted; the message says why."""
 
 
 def largest_divisor(number, at_most):
@@ -492,15 +499,15 @@ def token_losses(model, inputs, targets, token_bytes):
     """Cross-entropy in nats, float32 [B, T], of model(inputs) against `targets`, both [B, T]; 0
     where the target has no bytes. Raises IntegrityError."""
     logits = model(torch.from_numpy(inputs.astype(np.int64)).to(DEVICE))
-    plain = type(logits) is torch.Tensor
-    got = tuple(logits.shape) if plain else type(logits).__name__
-    if not plain or got[:-1] != targets.shape or got[-1] < len(token_bytes):
+    shape = tuple(getattr(logits, "shape", ()))
+    if shape[:-1] != targets.shape or shape[-1] < len(token_bytes):
         wanted = (*targets.shape, len(token_bytes))
-        raise IntegrityError(f"shape: model(x) returned {got}, not a plain tensor {wanted}")
+        kind = type(logits).__name__
+        raise IntegrityError(f"shape: model(x) returned {kind} {shape}, not logits {wanted}")
     on_device = torch.from_numpy(targets.astype(np.int64)).to(DEVICE)
     losses = []
-    # By rows: all logits in fp32 would be the largest tensor. log_softmax, because logsumexp -
-    # gather cancels: adding 2**28 to every logit would score 0.
+    # Row by row: fp32 logits of a whole batch would be the largest tensor. Not logsumexp - gather,
+    # which cancels: adding 2**28 to every logit would score 0.
     for row, target in zip(torch.unbind(logits), on_device, strict=True):
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
@@ -529,14 +536,14 @@ def draw_cuts(losses, tokens, own_losses, rng):
 
 
 def probe(model, rows, losses, size, token_bytes, rng):
-    """Scores some rows again; in three of four, another row's tokens replace all from a cut on.
-    Untouched rows (`isolation`) and positions before a cut (`causality`; `edges`: the first and the
-    last of them) must not change. Returns {probe: absolute changes in nats}."""
+    """Scores some rows again; in three of four, tokens from a cut on are replaced by another row's.
+    Losses of untouched rows (`isolation`) and before a cut (`causality`; `edges`: the first and the
+    last of these) must not change. Returns {probe: absolute changes in nats}."""
     count = size * max(1, min(PROBE_ROWS, len(rows)) // size)
     chosen = rng.permutation(len(rows))[:count]
     tokens = rows[chosen]
     is_cut = np.arange(count) % 4 > 0
-    cuts = np.full((count, 1), tokens.shape[1])  # untouched: beyond the end
+    cuts = np.full((count, 1), tokens.shape[1])  # untouched rows: past the end
     own = np.where(token_bytes[tokens[:, 1:]] > 0, losses[chosen], np.inf)
     cuts[is_cut, 0] = draw_cuts(losses, tokens[is_cut], own[is_cut], rng)
     position = np.arange(tokens.shape[1])
@@ -564,7 +571,7 @@ LIKELY_MISTAKE = {
 
 
 def parameter_bits(model):
-    """Each parameter as bytes, because NaN is not equal to NaN."""
+    """Copies of the parameters as bytes, since NaN is not equal to NaN."""
     return [p.detach().flatten().view(torch.uint8).clone() for p in model.parameters()]
 
 
@@ -601,7 +608,7 @@ def score(model, rows, token_bytes, batch_size, rng=None):
             "after the optimizer's step.)"
         )
     for name, change in probes.items():
-        if change.size and not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
+        if not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
             raise IntegrityError(
                 f"{name}: losses moved by {change.mean():.2g} nats, one by {change.max():.2g}; "
                 f"{LIKELY_MISTAKE[name]}"
@@ -611,17 +618,17 @@ def score(model, rows, token_bytes, batch_size, rng=None):
 
 
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
-    """Ends the run: stops the clock, scores the model on every validation row, prints the final
-    block, with `stats` in it, and writes it as the record. Returns bits per byte, whatever the
-    batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3. Some
-    things no process can check from inside, such as weights that an earlier run saved;
-    tools/rerun.py catches those."""
+    """Ends the run: stops the clock, scores the model on all validation rows, prints the final
+    block, with `stats` in it, and records it. Returns bits per byte, which do not depend on the
+    batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3. What no
+    process can check from inside, such as weights that an earlier run saved, tools/rerun.py shows.
+    """
     try:
         if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
-        model.eval()  # only here: some models swap averaged weights in, and out at the next call
+        model.eval()  # only once: some models swap averaged weights in, and out at the next call
         if DEVICE.type != "cpu":
-            torch.accelerator.synchronize()  # what is still queued is training
+            torch.accelerator.synchronize()  # queued work is training
         _run.eval_began = _now()
         if _run.began is None:
             raise IntegrityError("loader: make_dataloader never served a batch in this process")
@@ -629,7 +636,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
         val_bpb, _, seconds = score(model, _run.rows, _run.token_bytes, batch_size)
     except IntegrityError as error:
         if _run.record is not None:
-            _run.record.unlink(missing_ok=True)  # that of the evaluation before
+            _run.record.unlink(missing_ok=True)  # the earlier evaluation's
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
     _run.eval_ended = _now()
@@ -646,7 +653,7 @@ MAX_SPEED_CHANGE = 0.10  # within a run
 
 
 def find_flags():
-    """What makes this score hard to compare with others, or `ok`."""
+    """Reasons not to compare this score with others, or `ok`."""
     limits = [
         ("startup", _run.began - _imported, MAX_WAIT),
         ("overtime", elapsed(), TIME_BUDGET + GRACE),
@@ -659,7 +666,7 @@ def find_flags():
     earlier = sum(_run.served[1:5]) / window  # tokens per second, from 10 to 50 % of the budget
     later = sum(_run.served[5:9]) / window  # from 50 to 90 %
     steps = sum(len(losses) for losses in _run.losses) or _run.batches
-    step = sum(_run.served) / steps / window  # a window may cut one off at either end
+    step = sum(_run.served) / steps / window  # tokens per second by which a window can miss
     if abs(later - earlier) > max(MAX_SPEED_CHANGE * earlier, 2 * step):
         flags.append(
             f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; other programs, or the change "
@@ -677,7 +684,7 @@ def loss_curve():
 
 
 def report(val_bpb, stats):
-    """Prints the final block and writes it as JSON. `stats` replace nothing that is known here."""
+    """Prints the final block and writes it as JSON. `stats` cannot override what is known here."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # resident, the peak
     memory *= 1 if sys.platform == "darwin" else 2**10
     if DEVICE.type == "cuda":
@@ -733,7 +740,7 @@ def format_value(key, value):
     return "n/a" if value is None else value
 
 
-# ==== Part 2: what makes the cache ====
+# ==== Part 2: preparing the cache ====
 
 
 # ---- Shards: parquet files, or lists of texts; the last is for validation ----
@@ -768,7 +775,7 @@ WAITS = (0, 1, 2, 4, 8)  # seconds before each attempt
 def download(path):
     """Downloads a shard, unless a whole one is there. Raises ShardError."""
     with contextlib.suppress(ShardError):
-        any(read_shard(path))  # opens it, reads its first texts
+        any(read_shard(path))  # raises unless it can be read
         return
     host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     url = f"{host}/datasets/{CLIMBMIX}/resolve/main/{path.name}"
@@ -783,7 +790,7 @@ def download(path):
             part.replace(path)
             return
         except (OSError, ShardError) as error:  # the errors of requests are OSErrors
-            reason = f"{type(error).__name__}: {str(error)[-160:]}"  # the cause comes last
+            reason = f"{type(error).__name__}: {str(error)[-160:]}"  # the end names the cause
     part.unlink(missing_ok=True)
     raise ShardError(
         f"{path.name} did not download ({reason}); run the same command to go on, or use "
@@ -796,7 +803,7 @@ def climbmix(count):
     that are missing."""
     numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
     shards = [TRAIN_SHARDS / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
-    if not shards[-1].exists():  # the reference harness keeps it there
+    if not shards[-1].exists():  # karpathy/autoresearch keeps it there
         shards[-1] = VAL_SHARDS / shards[-1].name
     TRAIN_SHARDS.mkdir(exist_ok=True)
     VAL_SHARDS.mkdir(exist_ok=True)
@@ -831,8 +838,8 @@ def python_sources():
 
 
 def python_corpus():
-    """The shards. One file in twenty is held out; files are cut into 2 kB pieces, since most are
-    longer than a row, and the pieces shuffled."""
+    """The shards. One file in twenty is held out. Files are cut into 2 kB pieces, as most are longer
+    than a row, and the pieces are shuffled."""
 
     def number(name):
         return int(hashlib.sha256(name.encode()).hexdigest(), 16)
@@ -849,7 +856,7 @@ def python_corpus():
 
 # ---- Choice of the corpus ----
 def find_corpus(options):
-    """(what identifies the corpus, a function that returns its shards)."""
+    """(identity of the corpus, function that returns its shards)."""
     folder = options["data_dir"]
     count = options["num_shards"]
     if folder:
@@ -899,7 +906,7 @@ def train_tokenizer(shards, folder):
 
 # ---- Tokens: made once, and not in each of a night's hundred runs ----
 def read_tokens(shard, tokenizer):
-    """Yields the tokens of each document, by threads: tiktoken releases the GIL."""
+    """Yields each document's tokens, using threads: tiktoken releases the GIL."""
     texts = read_shard(shard)
     with ThreadPool() as pool:
         while batch := list(itertools.islice(texts, 4096)):
@@ -950,8 +957,8 @@ def build(folder, options, corpus, shards):
 
 
 def prepare(options):
-    """Makes the derived files, unless they are whole and no option asks for another corpus. They
-    are made in a new folder, which is then renamed, so that no run sees a mixture."""
+    """Makes the derived files, unless they are intact and no option asks for another corpus. They
+    are built in a new folder and renamed, so that no run sees a mixture."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PROFILE}.new")
     old = PREPARED.with_name(f"{PROFILE}.old")
@@ -960,13 +967,13 @@ def prepare(options):
     shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
     manifest = load_manifest()
-    whole = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])
+    intact = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])
     by_default = set(options.values()) == {None}
     if by_default:
-        options = manifest.get("options", options)  # as the last time
-    if not (whole and by_default):
+        options = manifest.get("options", options)  # as last time
+    if not intact or not by_default:
         corpus, get_shards = find_corpus(options)
-        if not (whole and corpus == manifest["corpus"]):
+        if not intact or corpus != manifest["corpus"]:
             manifest = build(new, options, corpus, get_shards())
             if PREPARED.exists():
                 PREPARED.rename(old)
@@ -985,10 +992,12 @@ def absolute_path(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Prepares the cache, by default as the last time.")
+    parser = argparse.ArgumentParser(description="Prepares the cache; by default as last time.")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--num-shards", type=int, help="training shards of ClimbMix, -1 for all (20)")
-    add("--corpus", choices=("climbmix", "python"), help="python in the small profile")
+    add("--num-shards", type=int, help="training shards of ClimbMix (20; -1: all)")
+    add(
+        "--corpus", choices=("climbmix", "python"), help="by default python if the profile is small"
+    )
     add("--data-dir", type=absolute_path, help="parquet files, column text; last: validation")
     options = vars(parser.parse_args())
     check_device()
@@ -1001,7 +1010,9 @@ def main():
     except ShardError as error:
         fail(str(error))
     except OSError as error:
-        fail(f"{error}; AUTORESEARCH_CACHE can name a folder elsewhere.")
+        full = error.errno in (errno.ENOSPC, None)  # numpy gives no number
+        remedy = "free space, or set" if full else "set"
+        fail(f"{error}; {remedy} AUTORESEARCH_CACHE to another folder.")
     except KeyboardInterrupt:
         fail("interrupted; downloads are kept, run the same command to continue.", 130)
 

@@ -258,7 +258,7 @@ def test_a_build_that_fails_leaves_the_old_cache(own_cache, other, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "write_tokens", write_tokens)
         sentence = refusal(capsys, run_prepare, "--data-dir", other)
-    assert "No space left on device; AUTORESEARCH_CACHE can name a folder elsewhere" in sentence
+    assert "No space left on device; free space, or set AUTORESEARCH_CACHE to another" in sentence
     assert contents(prepare.PREPARED) == before
     run_prepare("--data-dir", other)
     assert prepare.load_manifest()["options"]["data_dir"] == str(other)
@@ -269,7 +269,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, mon
     (tmp_path / "file").touch()
     monkeypatch.setattr(prepare, "CACHE", tmp_path / "file" / "cache")
     sentence = refusal(capsys, run_prepare)
-    assert "Not a directory" in sentence and "AUTORESEARCH_CACHE can name" in sentence
+    assert "Not a directory" in sentence and "; set AUTORESEARCH_CACHE to another" in sentence
     assert "free space" not in sentence
 
 
