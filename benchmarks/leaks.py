@@ -1,12 +1,14 @@
 """
-Leaks that are bound to positions: what each would be worth in bits per byte, and how often the
-probes see it.
+Leaks: what each would be worth in bits per byte, and how often the probes see it. They are bound to
+positions or to contents, the tokens that a position must hold before it sees the next one.
 
     uv run benchmarks/leaks.py                    # needs a prepared cache of the small profile
-    uv run benchmarks/leaks.py --steps 20 --more 20 --draws 3 "prefix of 8"
+    uv run benchmarks/leaks.py --steps 20 --draws 3 "prefix of 8" --more 20
+    uv run benchmarks/leaks.py --honest --draws 200      # how far are honest models from refusal?
 
 A small GPT is trained as it should be. From there it is trained on, for each leak and without one,
-for some more steps on the same batches; then its score is probed, with many draws of rows and cuts.
+for some more steps on the same batches: the more, the stronger the leak. Then it is probed, with
+many draws of rows and cuts.
 """
 
 import argparse
@@ -23,61 +25,102 @@ import train
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+
+HONEST = tuple(itertools.product((3, 8), (torch.float32, torch.bfloat16, torch.float16)))
 
 
-# Each takes positions [T] and returns a mask [T, T]: what query i sees besides the keys up to i.
+# ---- Leaks ----
+# Each takes tokens [B, T] and returns a mask: what queries see besides the keys up to their own,
+# [T, T] where it depends on positions alone, else [B, 1, T, T].
+def none(idx):
+    return torch.zeros(idx.shape[1], idx.shape[1], dtype=torch.bool)
+
+
+def one_ahead(where):
+    """The queries for which `where` [..., T] is true see one token ahead."""
+    ahead = torch.ones(where.shape[-1] - 1).diag(1).bool()
+    return where[..., None] & ahead
+
+
 def prefix(length):
     """The first tokens see one another, as global, sink or register tokens do."""
-    return lambda i: (i[:, None] < length) & (i[None] < length)
 
+    def leak(idx):
+        early = torch.arange(idx.shape[1]) < length
+        return early[:, None] & early
 
-def chunk(length):
-    """The last position of each chunk sees one token ahead: off by one in block attention."""
-    return lambda i: (i[:, None] % length == length - 1) & (i[None] == i[:, None] + 1)
+    return leak
 
 
 def last(count):
     """The last positions of a row see one token ahead."""
-    return lambda i: (i[:, None] >= len(i) - count) & (i[None] == i[:, None] + 1)
+    return lambda idx: one_ahead(torch.arange(idx.shape[1]) >= idx.shape[1] - count)
 
 
-LEAKS = {"none": lambda i: torch.zeros(len(i), len(i), dtype=torch.bool)}
-for length in (4, 8, 16, 32, 96):
-    LEAKS[f"prefix of {length}"] = prefix(length)
-for length in (16, 24, 32, 48, 64, 96, 128, 160, 256):
-    LEAKS[f"last of each {length}"] = chunk(length)
-for count in (8, 16):
-    LEAKS[f"last {count}"] = last(count)
+def chunk(length):
+    """The last position of each chunk sees one token ahead: off by one in block attention."""
+    return lambda idx: one_ahead(torch.arange(idx.shape[1]) % length == length - 1)
 
 
-def attention_with(leak):
-    def attention(q, k, v, window):
+def after(tokens):
+    """Positions that hold one of some tokens see one token ahead."""
+    is_one = torch.zeros(prepare.VOCAB_SIZE, dtype=torch.bool)
+    is_one[torch.from_numpy(tokens)] = True
+    return lambda idx: one_ahead(is_one[idx][:, None])
+
+
+def all_leaks(rows):
+    """{name: leak}; the names say which share of the tokens of `rows` make a position leak."""
+    leaks = {f"prefix of {length}": prefix(length) for length in (4, 8, 16, 96)}
+    leaks |= {f"last {count}": last(count) for count in (4, 8)}
+    leaks |= {f"last of each {length}": chunk(length) for length in (16, 48, 160)}
+    share = np.bincount(rows.ravel(), minlength=prepare.VOCAB_SIZE) / rows.size
+    for wanted in (0.01, 0.02, 0.05):
+        token = np.abs(share - wanted).argmin(keepdims=True)
+        leaks[f"after a token, {share[token].sum():.1%}"] = after(token)
+    rarer = np.argsort(-share)[100:]
+    for wanted in (0.02, 0.05):
+        tokens = rarer[: np.searchsorted(share[rarer].cumsum(), wanted) + 1]
+        leaks[f"after {len(tokens)} rarer tokens, {share[tokens].sum():.1%}"] = after(tokens)
+    return leaks
+
+
+# ---- Models ----
+class Leaky(train.GPT):
+    leak = staticmethod(none)
+
+    def __init__(self, config):
+        super().__init__(config, self.attend)
+
+    def forward(self, idx, targets=None):
+        self.leaked = self.leak(idx)
+        return super().forward(idx, targets)
+
+    def attend(self, q, k, v, window):
+        """train.py's attend_sdpa, which also sees what leaks."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         position = torch.arange(q.shape[2])
         distance = position[:, None] - position
-        seen = (distance >= 0) & (distance <= window) | leak(position)
-        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
-        return (scores.softmax(-1) @ v).transpose(1, 2)
-
-    return attention
+        seen = (distance >= 0) & (distance <= window) | self.leaked
+        return F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
 
 
-def build():
-    train.DEPTH = 2
-    train.ASPECT_RATIO = train.HEAD_DIM = 32
+def build(depth=2, dtype=torch.float32):
+    train.DEPTH = depth
+    train.ASPECT_RATIO = 64 / depth
+    train.HEAD_DIM = 32
     train.WINDOW_PATTERN = "S"
     train.SHORT_WINDOW = 128
-    config = train.derive_config(prepare.VOCAB_SIZE)
-    model = train.GPT(config, attention_with(LEAKS["none"]))
-    train.initialise(model, torch.float32, 0)
+    train.LOGIT_SOFTCAP = 0  # a third of the time of a model so small
+    model = Leaky(train.derive_config(prepare.VOCAB_SIZE))
+    train.initialise(model, dtype, 0)
     return model
 
 
-def train_on(model, batches, leak):
-    """One step per batch, at a learning rate that falls to 0, with what the leak lets be seen."""
-    for block in model.blocks:
-        block.attention.attend = attention_with(LEAKS[leak])
-    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+def train_on(model, batches):
+    """One step per batch, at a learning rate that falls to 0."""
+    optimizer = train.MuonAdamW(train.parameter_groups(model), model.cos.dtype)
     model.train()
     for step, batch in enumerate(batches):
         train.set_schedules(optimizer, step / len(batches), step)
@@ -85,49 +128,88 @@ def train_on(model, batches, leak):
     return model.eval()
 
 
+# ---- Measurements ----
 @torch.no_grad()
-def all_losses(model, rows, token_bytes):
+def all_losses(model, size):
+    """Of the validation rows, [N, T], in batches of `size` rows."""
     found = []
-    for begin in range(0, len(rows), prepare.EVAL_BATCH):
-        batch = rows[begin : begin + prepare.EVAL_BATCH]
-        found.append(prepare.token_losses(model, batch[:, :-1], batch[:, 1:], token_bytes))
+    for batch in np.split(prepare._run.rows, len(prepare._run.rows) // size):
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        found.append(prepare.token_losses(model, inputs, targets, prepare._run.token_bytes))
     return np.concatenate(found)
 
 
 @torch.no_grad()
-def is_seen(model, rows, losses, token_bytes, seed):
+def draw(model, losses, size, seed):
+    """{probe: mean and largest change in nats} for one draw of rows and cuts."""
     rng = np.random.default_rng(seed)
-    probes = prepare.probe(model, rows, losses, prepare.EVAL_BATCH, token_bytes, rng)
-    found = [change for change in probes.values() if change.size]
-    return any(
-        change.mean() > prepare.PROBE_MEAN or change.max() > prepare.PROBE_PEAK for change in found
-    )
+    rows, token_bytes = prepare._run.rows, prepare._run.token_bytes
+    changes = prepare.probe(model, rows, losses, size, token_bytes, rng)
+    return {name: (x.mean(), x.max()) for name, x in changes.items() if x.size}
+
+
+def is_refused(found):
+    limits = (prepare.PROBE_MEAN, prepare.PROBE_PEAK)
+    return any(not (mean <= limits[0] and peak <= limits[1]) for mean, peak in found.values())
+
+
+def print_honest(batches, size, seeds):
+    """A row for each depth and dtype: how many draws refuse the model, and the largest changes."""
+    print(f"limits: {prepare.PROBE_MEAN:g} on average, {prepare.PROBE_PEAK:g} at one position\n")
+    print("| depth | dtype | refused | probe: mean, largest |\n|---|---|---|---|", flush=True)
+    for depth, dtype in HONEST:
+        model = train_on(build(depth, dtype), batches)
+        losses = all_losses(model, size)
+        draws = [draw(model, losses, size, seed) for seed in seeds]
+        refused = sum(map(is_refused, draws))
+        worst = "; ".join(
+            "{}: {:.1e}, {:.1e}".format(name, *np.max([found[name] for found in draws], axis=0))
+            for name in draws[0]
+        )
+        name = str(dtype).removeprefix("torch.")
+        print(f"| {depth} | {name} | {refused} of {len(draws)} | {worst} |", flush=True)
+
+
+def print_leaks(names, batches, more, size, seeds):
+    """A row for each number of further steps and each leak."""
+    leaks = all_leaks(prepare._run.rows)
+    count = prepare._run.token_bytes[prepare._run.rows[:, 1:]].sum()
+    begin = train_on(build(), batches[: -max(more)])
+    print("| leak | steps | val_bpb | worth | seen |\n|---|---|---|---|---|", flush=True)
+    for steps in more:
+        further = batches[-max(more) :][:steps]
+        honest = None
+        for name, leak in {"none": none, **{name: leaks[name] for name in names or leaks}}.items():
+            model = copy.deepcopy(begin)
+            model.leak = leak
+            train_on(model, further)
+            losses = all_losses(model, size)
+            bpb = losses.sum(dtype=np.float64) / math.log(2) / count
+            honest = honest or bpb
+            seen = sum(is_refused(draw(model, losses, size, seed)) for seed in seeds)
+            row = f"| {name} | {steps} | {bpb:.4f} | {honest - bpb:+.4f} | {seen} of {len(seeds)} |"
+            print(row, flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n\n")[0])
     parser.add_argument("leaks", nargs="*", help="some of them (all)")
+    parser.add_argument("--honest", action="store_true", help="models without a leak instead")
     parser.add_argument("--steps", type=int, default=300, help="without a leak (300)")
-    parser.add_argument("--more", type=int, default=100, help="with one (100)")
-    parser.add_argument("--rows", type=int, default=8, help="rows per step")
+    parser.add_argument("--more", type=int, nargs="+", default=[30, 100], help="with one (30 100)")
+    parser.add_argument("--rows", type=int, default=8, help="rows per step and per batch (8)")
     parser.add_argument("--draws", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw (0)")
     args = parser.parse_args()
     loader = prepare.make_dataloader(None, args.rows, prepare.MAX_SEQ_LEN)
-    batches = list(itertools.islice(loader, args.steps + args.more))
-    rows = prepare._run.rows
-    token_bytes = prepare._run.token_bytes
-    count = token_bytes[rows[:, 1:]].sum()
-    begin = train_on(build(), batches[: args.steps], "none")
-    honest = None
-    print("| leak | val_bpb | worth | seen |\n|---|---|---|---|", flush=True)
-    for name in ["none", *(args.leaks or [name for name in LEAKS if name != "none"])]:
-        model = train_on(copy.deepcopy(begin), batches[args.steps :], name)
-        losses = all_losses(model, rows, token_bytes)
-        bpb = losses.sum(dtype=np.float64) / math.log(2) / count
-        honest = honest or bpb
-        seen = sum(is_seen(model, rows, losses, token_bytes, seed) for seed in range(args.draws))
-        worth = honest - bpb
-        print(f"| {name} | {bpb:.4f} | {worth:+.4f} | {seen} of {args.draws} |", flush=True)
+    steps = args.steps + (0 if args.honest else max(args.more))
+    batches = list(itertools.islice(loader, steps))
+    size = prepare.eval_batch_size(args.rows)
+    seeds = range(args.seed, args.seed + args.draws)
+    if args.honest:
+        print_honest(batches, size, seeds)
+    else:
+        print_leaks(args.leaks, batches, args.more, size, seeds)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 
 import prepare
 import train
-from benchmarks import common, compare, overhead, protocol, step, sweep
+from benchmarks import common, compare, leaks, overhead, protocol, step, sweep
 from tests.common import ROOT, TINY
 
 import numpy as np
@@ -98,6 +98,34 @@ def test_steps_in_turn(call, monkeypatch):
         step_ms, forward, backward, update, speed, _ = map(float, table[argument])
         assert step_ms >= max(forward, backward, update)
         assert speed == pytest.approx(1000 * tokens / step_ms, rel=0.2)
+
+
+# ---- Leaks ----
+@pytest.mark.parametrize(
+    ("leak", "seen"),
+    [
+        (leaks.none, []),
+        (leaks.prefix(2), [[0, 0], [0, 1], [1, 0], [1, 1]]),
+        (leaks.last(3), [[1, 2], [2, 3]]),
+        (leaks.chunk(2), [[1, 2]]),
+        (leaks.after(np.array([8])), [[0, 1], [2, 3]]),
+    ],
+)
+def test_what_leaks(leak, seen):
+    idx = torch.tensor([[8, 9, 8, 8]])
+    assert leak(idx).view(4, 4).nonzero().tolist() == seen
+
+
+def test_leaks_and_honest_models(call, tiny, cache, fresh_run, monkeypatch):
+    for knob in ("SHORT_WINDOW", "LOGIT_SOFTCAP"):
+        monkeypatch.setattr(train, knob, getattr(train, knob))
+    options = ("--steps", 1, "--draws", 2, "--rows", 4)
+    table, _ = call(leaks, "prefix of 8", *options, "--more", 2)
+    assert table["none"][0] == table["prefix of 8"][0] == "2"
+    assert table["none"][2:] == ["+0.0000", "0 of 2"]
+    monkeypatch.setattr(leaks, "HONEST", [(3, torch.float16)])
+    _, output = call(leaks, "--honest", *options)
+    assert "| 3 | float16 | 0 of 2 | isolation: " in output
 
 
 # ---- Whole runs ----
