@@ -136,7 +136,7 @@ VAL_SHARDS = CACHE / "val"
 PREPARED = CACHE / PROFILE  # everything derived from one corpus, replaced as a whole
 TOKENIZER_FILE = "tokenizer.tiktoken"
 TOKENS_FILE = "train.u16"  # all training documents, flat, with BOS before each
-ENDS_FILE = "train.npy"  # where each document begins and ends, int64 [documents + 1]
+ENDS_FILE = "train.npy"  # document i is tokens[ends[i] : ends[i + 1]], int64 [documents + 1]
 ROWS_FILE = "val.u16"  # packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]
 FILES = (TOKENIZER_FILE, TOKENS_FILE, ENDS_FILE, ROWS_FILE)
 
@@ -188,8 +188,8 @@ def lock(folder):
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}; special tokens follow. `token_bytes`, int32 [V], is
-    the raw byte count of each token, 0 for special tokens. Decoded text would miscount: part of a
-    character becomes U+FFFD, which is three bytes."""
+    the raw byte count of each token, 0 for special tokens. The length of decoded text would be
+    wrong: part of a character decodes to U+FFFD, which is three bytes."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -238,13 +238,15 @@ class Run:
     """The state of this process's run."""
 
     def __init__(self):
-        self.manifest = None  # `start` sets the first seven
+        # Set by `start`:
+        self.manifest = None
         self.rows = None
         self.tokens = None
         self.ends = None
         self.token_bytes = None
         self.commit = None
         self.hashes = None  # of prepare.py and of the running script
+        # What happens:
         self.reading = False  # true while `start` opens the prepared files
         self.opened = set()  # prepared files opened at any other time
         self.began = None  # when the first batch was served
@@ -255,7 +257,7 @@ class Run:
         self.last_line = -math.inf  # when it was printed
         self.eval_began = None
         self.eval_ended = None
-        self.late = 0.0  # seconds of training work done during evaluation
+        self.put_off = 0.0  # seconds of training work done during evaluation
         self.record = None  # the path of the JSON file
 
 
@@ -263,8 +265,8 @@ _run = Run()
 
 
 def watch(event, arguments):
-    """Audit hook that notes when the run itself opens tokens or rows, since a private loader could
-    read validation rows. Copies of these files go unseen."""
+    """Audit hook that notes files of tokens or rows opened outside `start`: a private loader could
+    read validation rows. Copies, and what is not opened by Python, go unseen."""
     path = str(arguments[0]) if event == "open" else ""
     if path.startswith(str(PREPARED)) and path.endswith((".u16", ".npy")) and not _run.reading:
         _run.opened.add(os.path.basename(path))
@@ -289,11 +291,13 @@ def read_cache():
         problem = damaged and f"{damaged} is missing or not as it was prepared"
     if problem:
         fail(f"{problem}; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
-    with contextlib.suppress(FileNotFoundError):  # the folder has just been replaced
+    try:
         _run.rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
         _run.tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
         _run.ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
         _run.token_bytes = Tokenizer.from_directory().token_bytes
+    except FileNotFoundError:
+        manifest = None  # the folder has just been replaced
     if load_manifest() != manifest:
         fail("the cache was prepared anew while this run was starting; start it again.")
     return manifest
@@ -370,10 +374,10 @@ def start():
 
 # ---- Loader and clock ----
 def elapsed():
-    """Seconds of training: from the first batch until evaluation begins."""
+    """Seconds of training: from the first batch to evaluation, and what was put off until then."""
     if _run.began is None:
         return 0.0
-    return (_run.eval_began or _now()) - _run.began + _run.late
+    return (_run.eval_began or _now()) - _run.began + _run.put_off
 
 
 def current_tenth():
@@ -386,9 +390,9 @@ def tokens_per_second():
 
 
 def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
-    """Best-fit packing: yields full rows, uint16 [row_len]. Each time, the longest fitting document
-    of the next `buffer_docs` is placed; if none fits, the shortest is cropped to fill the row and
-    its tail is lost. Ties go to the oldest."""
+    """Best-fit packing: yields full rows, uint16 [row_len]. Repeatedly places the longest of
+    `buffer_docs` waiting documents that fits; if none fits, crops the shortest to fill the row and
+    drops its tail. Ties go to the oldest."""
     source = enumerate(documents)
     waiting = []  # (length, number, document), sorted
     length_of = itemgetter(0)
@@ -516,25 +520,26 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def probe(model, rows, losses, size, token_bytes, rng):
-    """Scores some rows again; in seven of eight, another row's tokens replace all from a cut on.
-    Losses of untouched rows (`isolation`) and before a cut (`causality`; `edges`: the first and the
-    last of these) must not change. Returns {probe: absolute changes in nats}.
+    """Scores some rows again. In seven of eight, another row's tokens replace all inputs from a cut
+    on: losses before the cut (`causality`; `edges`: the first and the last of them) must not
+    change, nor those of untouched rows (`isolation`). Returns {probe: absolute changes in nats}.
 
-    A leak shows if a cut falls right after a position that looks ahead. So every second cut follows
-    one of the commonest tokens, each of them once; the others fall anywhere or on multiples of 8,
-    where chunks end, and two at the ends of the row."""
-    count = size * max(1, min(PROBE_ROWS, len(rows)) // size)
+    A leak of the next token shows only if the cut falls right after the position that sees it. So
+    odd rows are cut after one of the commonest tokens, each row after another one; even rows are
+    cut anywhere or on multiples of 8, where chunks end, and two of them near the ends."""
+    count = min(PROBE_ROWS, len(rows)) // size * size
     chosen = rng.permutation(len(rows))[:count]
     tokens = rows[chosen]
     T = tokens.shape[1] - 1
-    cuts = rng.integers(1, T, (count, 1))
-    common = np.resize(np.argsort(-np.bincount(tokens.ravel())), count // 2)
-    found = tokens[1::2, :-1] == common[:, None]
-    cuts[1::2, 0] = np.argmax(found * rng.random(found.shape), axis=1) + 1  # one of its places
+    cuts = rng.integers(1, T, count)
     cuts[2::4] = np.maximum(cuts[2::4] // 8 * 8, 1)
-    cuts[[2, 4], 0] = (2, T - 1)
+    cuts[[2, 4]] = (2, T - 1)
+    common = np.resize(np.argsort(-np.bincount(tokens.ravel())), count // 2)
+    found = tokens[1::2, : T - 1] == common[:, None]
+    after = np.argmax(found * rng.random(found.shape), axis=1) + 1  # a random place of the token
+    cuts[1::2] = np.where(found.any(axis=1), after, cuts[1::2])
     is_cut = np.arange(count) % 8 > 0
-    cuts[~is_cut] = T + 1  # past the end
+    cuts = np.where(is_cut, cuts, T + 1)[:, None]  # untouched rows: past the end
     position = np.arange(tokens.shape[1])
     altered = np.where(position < cuts, tokens, np.roll(tokens, 1, axis=0))
     again = []
@@ -559,7 +564,7 @@ LIKELY_MISTAKE = {
 }
 
 
-def parameter_bits(model):
+def parameter_bytes(model):
     """Copies of the parameters as bytes, since NaN is not equal to NaN."""
     return [p.detach().flatten().view(torch.uint8).clone() for p in model.parameters()]
 
@@ -572,16 +577,16 @@ def compile_seconds():
 
 @torch.no_grad()
 def score(model, rows, token_bytes, batch_size, rng=None):
-    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], which `rng`
-    shuffles. Returns (bits per byte, what `probe` returns, seconds of each batch but for
+    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], in an order
+    that `rng` draws. Returns (bits per byte, what `probe` returns, seconds of each batch without
     compilation). Raises IntegrityError."""
-    moments = [_now() - compile_seconds()]
-    before = parameter_bits(model)
+    before = parameter_bytes(model)
     if not before:
         raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
     rng = np.random.default_rng(rng)
     size = largest_divisor(len(rows), min(batch_size, EVAL_BATCH))
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
+    moments = [_now() - compile_seconds()]
     for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
         losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
         moments.append(_now() - compile_seconds())
@@ -589,7 +594,7 @@ def score(model, rows, token_bytes, batch_size, rng=None):
     if broken:
         raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
     probes = probe(model, rows, losses, size, token_bytes, rng)
-    after = parameter_bits(model)
+    after = parameter_bytes(model)
     changed = sum(not torch.equal(*pair) for pair in zip(before, after, strict=True))
     if changed:
         raise IntegrityError(
@@ -609,13 +614,12 @@ def score(model, rows, token_bytes, batch_size, rng=None):
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
     """Ends the run: stops the clock, scores the model on all validation rows, prints the final
     block, with `stats` in it, and records it. Returns bits per byte, which do not depend on the
-    batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3. What no
-    process can check from inside, such as weights that an earlier run saved, tools/rerun.py shows.
-    """
+    batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3.
+    tools/rerun.py shows what no process can check from inside, such as weights saved earlier."""
     try:
         if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
-        model.eval()  # only once: some models swap averaged weights in, and out at the next call
+        model.eval()  # only once: in some models eval() toggles averaged weights
         if DEVICE.type != "cpu":
             torch.accelerator.synchronize()  # queued work is training
         _run.eval_began = _now()
@@ -630,7 +634,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
         raise SystemExit(3) from None
     _run.eval_ended = _now()
     # A batch over four times the median did work that belongs to training: count the excess.
-    _run.late = np.maximum(seconds - 4 * np.median(seconds), 0).sum()
+    _run.put_off = np.maximum(seconds - 4 * np.median(seconds), 0).sum()
     report(val_bpb, stats)
     return val_bpb
 
@@ -655,7 +659,7 @@ def find_flags():
     earlier = sum(_run.served[1:5]) / window  # tokens per second, from 10 to 50 % of the budget
     later = sum(_run.served[5:9]) / window  # from 50 to 90 %
     steps = sum(len(losses) for losses in _run.losses) or _run.batches
-    step = sum(_run.served) / steps / window  # tokens per second by which a window can miss
+    step = sum(_run.served) / steps / window  # of one step, by which a window may differ
     if abs(later - earlier) > max(MAX_SPEED_CHANGE * earlier, 2 * step):
         flags.append(
             f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; other programs, or the change "
@@ -712,7 +716,8 @@ def report(val_bpb, stats):
         print(f"{key}: {format_value(key, value)}", flush=True)
     block["train"] = _run.hashes[1]
     moment = time.strftime("%Y%m%dT%H%M%S")
-    _run.record = RUNS / f"{moment}_{block['commit']}_{SEED}_{os.getpid()}.json"
+    commit = block["commit"].replace("/", "-")  # AUTORESEARCH_COMMIT may be a branch
+    _run.record = RUNS / f"{moment}_{commit}_{SEED}_{os.getpid()}.json"
     temporary = _run.record.with_suffix(".tmp")
     try:
         temporary.write_text(json.dumps(block, indent=1, default=str) + "\n")
@@ -792,7 +797,7 @@ def climbmix(count):
     that are missing."""
     numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
     shards = [TRAIN_SHARDS / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
-    if not shards[-1].exists():  # karpathy/autoresearch keeps it there
+    if not shards[-1].exists():  # karpathy/autoresearch keeps it with the others
         shards[-1] = VAL_SHARDS / shards[-1].name
     TRAIN_SHARDS.mkdir(exist_ok=True)
     VAL_SHARDS.mkdir(exist_ok=True)
@@ -839,8 +844,9 @@ def python_corpus():
         side = val if number(name) < 0.05 * 2**256 else train
         for i, piece in enumerate(re.findall(r"(?s).{1,2048}\n|.{1,2048}", text)):
             side.append((number(f"{name}:{i}"), piece))
-    train, val = ([piece for _, piece in sorted(side)] for side in (train, val))
-    return [*(train[i::PYTHON_SHARDS] for i in range(PYTHON_SHARDS)), val]
+    train = [piece for _, piece in sorted(train)]
+    val = [piece for _, piece in sorted(val)]
+    return [train[i::PYTHON_SHARDS] for i in range(PYTHON_SHARDS)] + [val]
 
 
 # ---- Choice of the corpus ----
@@ -957,10 +963,10 @@ def prepare(options):
     shutil.rmtree(old, ignore_errors=True)
     manifest = load_manifest()
     intact = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])
-    by_default = set(options.values()) == {None}
-    if by_default:
+    asked = any(value is not None for value in options.values())
+    if not asked:
         options = manifest.get("options", options)  # as last time
-    if not intact or not by_default:
+    if asked or not intact:
         corpus, get_shards = find_corpus(options)
         if not intact or corpus != manifest["corpus"]:
             manifest = build(new, options, corpus, get_shards())
@@ -981,13 +987,13 @@ def absolute_path(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Prepares the cache; by default as last time.")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--num-shards", type=int, help="training shards of ClimbMix (20; -1: all)")
-    add(
-        "--corpus", choices=("climbmix", "python"), help="by default python if the profile is small"
+    parser = argparse.ArgumentParser(
+        description="Prepares the cache; without options, as last time."
     )
-    add("--data-dir", type=absolute_path, help="parquet files, column text; last: validation")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--num-shards", type=int, help="training shards of ClimbMix (20; -1: all)")
+    group.add_argument("--corpus", choices=("climbmix", "python"), help="small: python by default")
+    group.add_argument("--data-dir", type=absolute_path, help="parquet files; last: validation")
     options = vars(parser.parse_args())
     check_device()
     try:
