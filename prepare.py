@@ -478,7 +478,7 @@ def log_step(step, loss, **shown):
 
 
 # ---- Metric ----
-PROBE_ROWS = by_profile(full=448, medium=224, small=224)  # rows that `probe` scores again, at most
+PROBE_ROWS = by_profile(full=288, medium=112, small=112)  # rows that `probe` scores again, at most
 # Largest change in a loss (nats) that `probe` accepts, on average and at one position; correct
 # models stay below 2e-5 and 0.02.
 PROBE_MEAN = 1e-3

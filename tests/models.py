@@ -11,11 +11,11 @@ T = 64
 C = 32
 
 
-def make_rows(count=64):
-    """Packed rows of a made-up vocabulary, uint16 [count, T + 1], and the bytes of its tokens."""
+def make_rows():
+    """Packed rows of a made-up vocabulary, uint16 [64, T + 1], and the bytes of its tokens."""
     rng = np.random.default_rng(0)
     table = np.append(rng.integers(1, 6, V - 1), 0).astype(np.int32)
-    return rng.integers(0, V, (count, T + 1)).astype(np.uint16), table
+    return rng.integers(0, V, (64, T + 1)).astype(np.uint16), table
 
 
 class Tiny(nn.Module):
