@@ -246,7 +246,7 @@ class Run:
         self.token_bytes = None
         self.commit = None
         self.hashes = None  # of prepare.py and of the running script
-        # What happens:
+        # Changed as the run goes on:
         self.reading = False  # true while `start` opens the prepared files
         self.opened = set()  # prepared files opened at any other time
         self.began = None  # when the first batch was served
@@ -288,7 +288,7 @@ def read_cache():
     problem = f"{PREPARED} is not prepared"
     if manifest.get("recipe") == RECIPE:
         damaged = find_damaged(manifest["files"], (TOKENIZER_FILE, ROWS_FILE))
-        problem = damaged and f"{damaged} is missing or not as it was prepared"
+        problem = f"{damaged} is missing or not as it was prepared" if damaged else None
     if problem:
         fail(f"{problem}; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
     try:
