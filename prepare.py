@@ -350,7 +350,7 @@ def start():
         RUNS.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=RUNS).close()
     except OSError as error:
-        fail(f"{RUNS} cannot be written ({error.strerror}); set AUTORESEARCH_RUNS to another.")
+        fail(f"{RUNS} cannot be written ({error.strerror}); set AUTORESEARCH_RUNS elsewhere.")
     script = getattr(sys.modules["__main__"], "__file__", "")  # a notebook has none
     if os.path.isfile(script):
         lock_run(os.path.dirname(os.path.abspath(script)))
