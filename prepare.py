@@ -832,8 +832,8 @@ def python_sources():
 
 
 def python_corpus():
-    """The shards. One file in twenty is held out. Files are cut into 2 kB pieces, as most are longer
-    than a row, and the pieces are shuffled."""
+    """The shards. One file in twenty is held out. Files are cut into 2 kB pieces, as most are
+    longer than a row, and the pieces are shuffled."""
 
     def number(name):
         return int(hashlib.sha256(name.encode()).hexdigest(), 16)
