@@ -257,7 +257,6 @@ class Run:
         self.last_line = -math.inf  # when it was printed
         self.eval_began = None
         self.eval_ended = None
-        self.put_off = 0.0  # seconds of training work done during evaluation
         self.record = None  # the path of the JSON file
 
 
@@ -374,10 +373,10 @@ def start():
 
 # ---- Loader and clock ----
 def elapsed():
-    """Seconds of training: from the first batch to evaluation, and what was put off until then."""
+    """Seconds of training, from the first batch to evaluation."""
     if _run.began is None:
         return 0.0
-    return (_run.eval_began or _now()) - _run.began + _run.put_off
+    return (_run.eval_began or _now()) - _run.began
 
 
 def current_tenth():
@@ -576,20 +575,17 @@ def compile_seconds():
 
 
 @torch.no_grad()
-def score(model, rows, token_bytes, batch_size, rng=None):
-    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], in an order
-    that `rng` draws. Returns (bits per byte, what `probe` returns, seconds of each batch without
-    compilation). Raises IntegrityError."""
+def score(model, rows, token_bytes, size, rng=None):
+    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], `size` at a
+    time (a divisor of N) and in an order that `rng` draws. Returns (bits per byte, what `probe`
+    returns). Raises IntegrityError."""
     before = parameter_bytes(model)
     if not before:
         raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
     rng = np.random.default_rng(rng)
-    size = largest_divisor(len(rows), min(batch_size, EVAL_BATCH))
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
-    moments = [_now() - compile_seconds()]
     for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
         losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
-        moments.append(_now() - compile_seconds())
     broken = np.count_nonzero(~np.isfinite(losses))
     if broken:
         raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
@@ -608,33 +604,36 @@ def score(model, rows, token_bytes, batch_size, rng=None):
                 f"{LIKELY_MISTAKE[name]}"
             )
     count = token_bytes[rows[:, 1:]].sum(dtype=np.int64)
-    return losses.sum(dtype=np.float64) / (math.log(2) * count), probes, np.diff(moments)
+    return losses.sum(dtype=np.float64) / (math.log(2) * count), probes
 
 
+@torch.no_grad()
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
     """Ends the run: stops the clock, scores the model on all validation rows, prints the final
     block, with `stats` in it, and records it. Returns bits per byte, which do not depend on the
     batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3.
     tools/rerun.py shows what no process can check from inside, such as weights saved earlier."""
+    rows = _run.rows
     try:
         if _run.eval_began is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
-        model.eval()  # only once: in some models eval() toggles averaged weights
-        if DEVICE.type != "cpu":
-            torch.accelerator.synchronize()  # queued work is training
-        _run.eval_began = _now()
         if _run.began is None:
             raise IntegrityError("loader: make_dataloader never served a batch in this process")
-        print(f"evaluating on {len(_run.rows)} rows", flush=True)
-        val_bpb, _, seconds = score(model, _run.rows, _run.token_bytes, batch_size)
+        print(f"evaluating on {len(rows)} rows", flush=True)
+        size = eval_batch_size(batch_size)
+        model.eval()  # only once: in some models eval() toggles averaged weights
+        # The first batch is scored twice. The clock stops after the first time, since work that was
+        # queued or put off until now is training; compiling is not.
+        compiled = compile_seconds()
+        token_losses(model, rows[:size, :-1], rows[:size, 1:], _run.token_bytes)
+        _run.eval_began = _now() - (compile_seconds() - compiled)
+        val_bpb, _ = score(model, rows, _run.token_bytes, size)
     except IntegrityError as error:
         if _run.record is not None:
             _run.record.unlink(missing_ok=True)  # the earlier evaluation's
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
     _run.eval_ended = _now()
-    # A batch over four times the median did work that belongs to training: count the excess.
-    _run.put_off = np.maximum(seconds - 4 * np.median(seconds), 0).sum()
     report(val_bpb, stats)
     return val_bpb
 

@@ -23,8 +23,8 @@ def rows():
 
 def score(model, rows, batch_size=8, rng=0):
     """(bits per byte, probes), as evaluate_bpb asks for them."""
-    bpb, probes, _ = prepare.score(model.eval(), *rows, batch_size, rng)
-    return bpb, probes
+    size = prepare.largest_divisor(len(rows[0]), min(batch_size, prepare.EVAL_BATCH))
+    return prepare.score(model.eval(), *rows, size, rng)
 
 
 def by_definition(model, rows):

@@ -206,12 +206,12 @@ def test_evaluation_stops_the_clock_and_comes_once(cache, fresh_run, whole, runs
 
 
 @pytest.mark.parametrize(
-    ("first", "compiling", "counted"), [(1.9, 0, 0), (12.0, 0, 10), (12.0, 5, 5)]
+    ("first", "compiling", "counted"), [(0.5, 0, 0.5), (12, 0, 12), (12, 9, 3)]
 )
 def test_work_put_off_until_evaluation_is_training(
     cache, clock, whole, runs, monkeypatch, first, compiling, counted
 ):
-    """What a batch takes beyond four times the usual; but compiling may wait."""
+    """The first batch of evaluation is on the clock, but not its compilation."""
     compiled = itertools.chain([0.0], itertools.repeat(compiling))
     monkeypatch.setattr(prepare, "compile_seconds", lambda: next(compiled))
     seconds = itertools.chain([first], itertools.repeat(0.5))
@@ -243,7 +243,7 @@ def test_what_becomes_of_the_files_during_a_run_changes_nothing(own_cache, fresh
     """What counts is what the run began with."""
     whole.weight.data[:, ::2] += 3
     next(prepare.make_dataloader(None, 4, 64))
-    honest, _, _ = prepare.score(whole, fresh_run.rows.copy(), fresh_run.token_bytes, 32, 0)
+    honest, _ = prepare.score(whole, fresh_run.rows.copy(), fresh_run.token_bytes, 32, 0)
     manifest = prepare.load_manifest()
     told = json.dumps(manifest["files"])
     for name in (prepare.TOKENIZER_FILE, prepare.ROWS_FILE):
