@@ -518,41 +518,44 @@ def token_losses(model, inputs, targets, token_bytes):
     return np.where(token_bytes[targets] > 0, losses, 0)
 
 
+def draw_cuts(tokens, rng):
+    """Where to cut rows, uint16 [N, T + 1]: how many of its inputs each row keeps, 1 to T - 1. A
+    leak of the next token shows only right before a cut, so a third of the cuts fall where chunks
+    of 8 end, a third after a common token, each row another one, and a third anywhere."""
+    N, T = tokens.shape[0], tokens.shape[1] - 1
+    cuts = rng.integers(1, T, N)
+    cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)
+    common = np.argsort(-np.bincount(tokens.ravel()))
+    for i, token in zip(range(1, N, 3), itertools.cycle(common), strict=False):
+        places = np.flatnonzero(tokens[i, : T - 1] == token)
+        if len(places):
+            cuts[i] = rng.choice(places) + 1
+    cuts[[2, 5]] = (2, T - 1)  # and one near each end
+    return cuts
+
+
 def probe(model, rows, losses, size, token_bytes, rng):
     """Scores some rows again. In seven of eight, another row's tokens replace all inputs from a cut
     on: losses before the cut (`causality`; `edges`: the first and the last of them) must not
-    change, nor those of untouched rows (`isolation`). Returns {probe: absolute changes in nats}.
-
-    A leak of the next token shows only if the cut falls right after the position that sees it. So a
-    third of the cuts follow one of the commonest tokens, each row another one; a third fall on
-    multiples of 8, where chunks end; the rest fall anywhere, and two near the ends."""
+    change, nor those of the other rows (`isolation`). Returns {probe: absolute changes in nats}."""
     count = min(PROBE_ROWS, len(rows)) // size * size
     chosen = rng.permutation(len(rows))[:count]
     tokens = rows[chosen]
-    T = tokens.shape[1] - 1
-    cuts = rng.integers(1, T, count)
-    cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)
-    common = np.resize(np.argsort(-np.bincount(tokens.ravel())), len(cuts[1::3]))
-    found = tokens[1::3, : T - 1] == common[:, None]
-    after = np.argmax(found * rng.random(found.shape), axis=1) + 1  # a random place of the token
-    cuts[1::3] = np.where(found.any(axis=1), after, cuts[1::3])
-    cuts[[2, 5]] = (2, T - 1)
-    is_cut = np.arange(count) % 8 > 0
-    cuts = np.where(is_cut, cuts, T + 1)[:, None]  # untouched rows: past the end
+    cuts = draw_cuts(tokens, rng)[:, None]
+    is_cut = np.arange(count)[:, None] % 8 > 0
     position = np.arange(tokens.shape[1])
-    altered = np.where(position < cuts, tokens, np.roll(tokens, 1, axis=0))
+    altered = np.where(is_cut & (position >= cuts), np.roll(tokens, 1, axis=0), tokens)
     again = []
     for begin in range(0, count, size):
         batch = slice(begin, begin + size)
         again.append(token_losses(model, altered[batch, :-1], tokens[batch, 1:], token_bytes))
     moved = np.abs(np.concatenate(again) - losses[chosen])
     position = position[:-1]
-    before_cut = is_cut[:, None] & (position < cuts)
-    at_edge = before_cut & ((position == 0) | (position == cuts - 1))
+    at_edge = (position == 0) | (position == cuts - 1)
     return {
-        "isolation": moved[~is_cut],
-        "causality": moved[before_cut],
-        "edges": moved[at_edge],
+        "isolation": moved[~is_cut[:, 0]],
+        "causality": moved[is_cut & (position < cuts)],
+        "edges": moved[is_cut & at_edge],
     }
 
 
