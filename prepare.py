@@ -357,11 +357,6 @@ def start():
     _run.hashes = [sha256(file) if os.path.isfile(file) else None for file in (__file__, script)]
     settings = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
     print(f"run: {settings}, {DEVICE_NAME}")
-    if DEVICE.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        others = total - free - torch.cuda.memory_reserved()
-        if others > 2e9:  # CUDA itself takes up to 1e9
-            print(f"note: {others / 1e9:.0f} GB of this GPU are in use by other programs")
     if DEVICE.type == "cpu":
         keep_memory()
         limit_threads()
