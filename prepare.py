@@ -131,9 +131,8 @@ def folder_from(variable, default):
 
 CACHE = folder_from("AUTORESEARCH_CACHE", "~/.cache/autoresearch")
 RUNS = folder_from("AUTORESEARCH_RUNS", CACHE / "runs")  # one record per run
-TRAIN_SHARDS = CACHE / "data"  # ClimbMix, as downloaded
-VAL_SHARDS = CACHE / "val"
-PREPARED = CACHE / PROFILE  # everything derived from one corpus, replaced as a whole
+SHARDS = CACHE / "data"  # ClimbMix, as downloaded
+PREPARED = CACHE / PROFILE  # all that is derived from one corpus; replaced as a whole
 TOKENIZER_FILE = "tokenizer.tiktoken"
 TOKENS_FILE = "train.u16"  # all training documents, flat, with BOS before each
 ENDS_FILE = "train.npy"  # document i is tokens[ends[i] : ends[i + 1]], int64 [documents + 1]
@@ -793,11 +792,8 @@ def climbmix(count):
     """The first `count` shards of ClimbMix (-1: all) and the validation shard; downloads those
     that are missing."""
     numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
-    shards = [TRAIN_SHARDS / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
-    if not shards[-1].exists():  # karpathy/autoresearch keeps it with the others
-        shards[-1] = VAL_SHARDS / shards[-1].name
-    TRAIN_SHARDS.mkdir(exist_ok=True)
-    VAL_SHARDS.mkdir(exist_ok=True)
+    shards = [SHARDS / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
+    SHARDS.mkdir(exist_ok=True)
     with ThreadPool(8) as pool:
         done = pool.imap_unordered(download, shards)
         for _ in tqdm(done, "download", len(shards), unit="shard", disable=None):

@@ -64,12 +64,7 @@ def shards(tmp_path_factory):
 def hub(shards, tmp_path, monkeypatch):
     hub = Hub(shards)
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server.server_port}")
-    for name, path in {
-        "CACHE": "",
-        "TRAIN_SHARDS": "data",
-        "VAL_SHARDS": "val",
-        "PREPARED": "small",
-    }.items():
+    for name, path in {"CACHE": "", "SHARDS": "data", "PREPARED": "small"}.items():
         monkeypatch.setattr(prepare, name, tmp_path / path)
     monkeypatch.setattr(prepare, "WAITS", (0, 0.001, 0.001))
     yield hub
@@ -78,16 +73,16 @@ def hub(shards, tmp_path, monkeypatch):
 
 
 def whole(shards):
-    return {f"{'val' if name == VAL else 'data'}/{name}": body for name, body in shards.items()}
+    return {f"data/{name}": body for name, body in shards.items()}
 
 
 # ---- Downloads ----
-def test_validation_is_kept_apart_and_only_what_is_not_whole_is_fetched(hub, shards, tmp_path):
+def test_only_what_is_not_whole_is_fetched(hub, shards, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/shard_00001.parquet").write_bytes(shards["shard_00001.parquet"][:-100])
     for _ in range(2):
         paths = prepare.climbmix(3)
-        assert paths[-1] == tmp_path / "val" / VAL and len(paths) == 4
+        assert paths[-1] == tmp_path / "data" / VAL and len(paths) == 4
         assert contents(tmp_path) == whole(shards)
         assert set(hub.requests.values()) == {1}
 
@@ -96,7 +91,7 @@ def test_validation_is_kept_apart_and_only_what_is_not_whole_is_fetched(hub, sha
 def test_validation_is_never_trained_on(hub, tmp_path, monkeypatch, count):
     monkeypatch.setattr(prepare, "CLIMBMIX_VAL", 2)
     assert [path.name for path in prepare.climbmix(count)] == [*hub.shards][:3]
-    assert set(contents(tmp_path / "data")) == {*hub.shards} - {"shard_00002.parquet", VAL}
+    assert set(contents(tmp_path / "data")) == {*hub.shards} - {VAL}
 
 
 def test_faults_that_pass_are_overcome(hub, shards, tmp_path):
