@@ -145,11 +145,11 @@ RECIPE = [1, VOCAB_SIZE, EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS]
 RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
 
 
-def load_manifest():
-    """The manifest, or {} without one. `shards` holds the index of each training shard's first
-    document, `files` {name: [bytes, sha256]}."""
+def load_manifest(folder=None):
+    """The manifest, which is written last, or {} without a whole one. `shards` holds the index of
+    each training shard's first document, `files` {name: [bytes, sha256]}."""
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((PREPARED / "manifest.json").read_text())
+        return json.loads(Path(folder or PREPARED, "manifest.json").read_text())
     return {}
 
 
@@ -843,22 +843,23 @@ def python_corpus():
 
 
 # ---- Choice of the corpus ----
-def find_corpus(options):
-    """(identity of the corpus, function that returns its shards)."""
-    folder = options["data_dir"]
+def list_files(folder):
+    """The shards in a user's own folder."""
+    files = sorted(Path(folder).glob("[!.]*.parquet"))  # macOS puts ._ files beside others
+    if len(files) < 2:
+        fail(f"{folder} must be a folder of at least two *.parquet files.")
+    return files
+
+
+def find_shards(options):
+    """The shards of the corpus that the options name."""
+    if options["data_dir"]:
+        return list_files(options["data_dir"])
     count = options["num_shards"]
-    if folder:
-        files = sorted(Path(folder).glob("[!.]*.parquet"))  # macOS puts ._ files beside others
-        if len(files) < 2:
-            fail(f"{folder} must be a folder of at least two *.parquet files.")
-        described = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        return described, lambda: files
     default = "python" if PROFILE == "small" and count is None else "climbmix"
     if (options["corpus"] or default) == "python":
-        versions = [importlib.metadata.version(name) for name in PACKAGES]
-        return [sys.version, *versions], python_corpus
-    count = 20 if count is None else count
-    return [CLIMBMIX, count], lambda: climbmix(count)
+        return python_corpus()
+    return climbmix(20 if count is None else count)
 
 
 # ---- Tokenizer training ----
@@ -926,8 +927,9 @@ def write_tokens(shards, tokenizer, folder):
 
 
 # ---- Commands ----
-def build(folder, options, corpus, shards):
-    """Makes the derived files in a folder. Returns the manifest, which is written last."""
+def build(folder, options):
+    """Makes the derived files and, last, their manifest in a new folder."""
+    shards = find_shards(options)
     folder.mkdir()
     tokenizer = train_tokenizer(shards[:-1], folder)
     write_rows(shards[-1], tokenizer, folder)
@@ -935,38 +937,38 @@ def build(folder, options, corpus, shards):
     paths = [folder / name for name in FILES]
     manifest = {
         "recipe": RECIPE,
-        "corpus": corpus,
         "options": options,
         "shards": first_documents,
         "files": {path.name: [path.stat().st_size, sha256(path)] for path in paths},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    return manifest
+
+
+def publish(folder):
+    """Puts a folder in the place of the prepared one. Runs keep what they have opened."""
+    shutil.rmtree(PREPARED, ignore_errors=True)
+    folder.rename(PREPARED)
 
 
 def prepare(options):
-    """Makes the derived files, unless they are intact and no option asks for another corpus. They
-    are built in a new folder and renamed, so that no run sees a mixture."""
+    """Builds all files in a new folder, so that no run sees a mixture, unless those that are there
+    are intact and the options, if any is given, are those of last time."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PROFILE}.new")
-    old = PREPARED.with_name(f"{PROFILE}.old")
-    if old.exists() and not PREPARED.exists():
-        old.rename(PREPARED)  # an earlier build ended between the two renames below
+    if load_manifest(new):
+        publish(new)  # the last preparation was killed while it did this
     shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
     manifest = load_manifest()
     intact = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])
-    asked = any(value is not None for value in options.values())
-    if not asked:
-        options = manifest.get("options", options)  # as last time
-    if asked or not intact:
-        corpus, get_shards = find_corpus(options)
-        if not intact or corpus != manifest["corpus"]:
-            manifest = build(new, options, corpus, get_shards())
-            if PREPARED.exists():
-                PREPARED.rename(old)
-            new.rename(PREPARED)
-            shutil.rmtree(old, ignore_errors=True)
+    if all(value is None for value in options.values()):
+        options = manifest.get("options", options)
+    elif options["data_dir"]:
+        stats = [[file.name, file.stat()] for file in list_files(options["data_dir"])]
+        options["files"] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    if not intact or options != manifest["options"]:
+        build(new, options)
+        publish(new)
+        manifest = load_manifest()
     tokens = manifest["files"][TOKENS_FILE][0] / 2e6
     rows = manifest["files"][ROWS_FILE][0] // (2 * MAX_SEQ_LEN + 2)
     print(
@@ -981,7 +983,7 @@ def absolute_path(path):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Prepares the cache; without options, as last time."
+        description="Prepares the cache, by default with the options of last time."
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--num-shards", type=int, help="training shards of ClimbMix (20; -1: all)")

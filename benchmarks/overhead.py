@@ -155,8 +155,7 @@ def metric_ways(count):
 
 
 def tokenisation_ways(folder):
-    _, get_shards = prepare.find_corpus(prepare.load_manifest()["options"])
-    shard = get_shards()[0]
+    shard = prepare.find_shards(prepare.load_manifest()["options"])[0]
     tokenizer = prepare.Tokenizer.from_directory()
 
     def one_thread():

@@ -11,7 +11,6 @@ import runpy
 import shutil
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import prepare
@@ -155,7 +154,7 @@ GOLDEN = (
 
 
 def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
-    """By RECIPE a cache that another version of prepare.py made is taken or made anew."""
+    """RECIPE decides whether a cache that another version of prepare.py made is kept."""
     monkeypatch.setattr(prepare, "CACHE", tmp_path)
     monkeypatch.setattr(prepare, "PREPARED", tmp_path / "small")
     corpus = make_corpus(tmp_path / "corpus", train=(300, 300), val=700)
@@ -207,10 +206,13 @@ def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
     assert len(np.load(prepare.PREPARED / "train.npy")) == 301
     write_parquet(other / "shard_00000.parquet", make_texts(500))
     own = contents(other)
-    run_prepare()  # asks for nothing, and all that was prepared is whole
+    run_prepare()  # keeps what was prepared, since all of it is intact
     assert len(np.load(prepare.PREPARED / "train.npy")) == 301
-    run_prepare("--data-dir", other)  # notices that
+    run_prepare("--data-dir", other)  # notices that the text has changed
     assert len(np.load(prepare.PREPARED / "train.npy")) == 501
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "build", None)
+        run_prepare("--data-dir", other)  # that is what is there
     before = contents(own_cache)
     (prepare.PREPARED / "val.u16").unlink()
     run_prepare()
@@ -273,34 +275,33 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, mon
     assert "free space" not in sentence
 
 
-@pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_build_that_ends_at_a_rename_loses_neither_cache_nor_options(
-    own_cache, corpus, other, monkeypatch, capsys, renames
+@pytest.mark.parametrize("moment", ["before", "while the old files go", "before the rename"])
+def test_a_preparation_killed_while_it_publishes_loses_neither_cache_nor_options(
+    own_cache, corpus, other, monkeypatch, capsys, moment
 ):
-    """Killed before the first, the second or, here, the end of the second, before the old goes."""
+    """Afterwards there is either the old cache or the new one, which needs no other build."""
     before = contents(prepare.PREPARED)
-    rename = Path.rename
-    done = []
 
-    def rename_until_killed(old, new):
-        if len(done) == renames:
-            raise KeyboardInterrupt
-        done.append(new)
-        rename(old, new)
+    def killed(folder):
+        if moment == "while the old files go":
+            (prepare.PREPARED / "train.u16").unlink()
+        if moment == "before the rename":
+            shutil.rmtree(prepare.PREPARED)
+        if moment == "before":  # the manifest is half written
+            manifest = folder / "manifest.json"
+            manifest.write_bytes(manifest.read_bytes()[:-5])
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", rename_until_killed)
-        if renames == 2:
-            patch.setattr(prepare.shutil, "rmtree", lambda *_, **__: None)
-            run_prepare("--data-dir", other)
-        else:
-            assert "interrupted" in refusal(capsys, run_prepare, "--data-dir", other, code=130)
-    if renames == 1:
-        assert "is not prepared" in refusal(capsys, prepare.read_cache)
+        patch.setattr(prepare, "publish", killed)
+        assert "interrupted" in refusal(capsys, run_prepare, "--data-dir", other, code=130)
+    if moment != "before":
+        assert "run `AUTORESEARCH_PROFILE=small uv" in refusal(capsys, prepare.read_cache)
+    monkeypatch.setattr(prepare, "build", None)
     run_prepare()
-    assert (contents(prepare.PREPARED) == before) == (renames < 2)
+    assert (contents(prepare.PREPARED) == before) == (moment == "before")
     folder = prepare.load_manifest()["options"]["data_dir"]
-    assert folder == str(corpus if renames < 2 else other)
+    assert folder == str(corpus if moment == "before" else other)
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
@@ -310,7 +311,7 @@ def test_a_run_that_starts_while_the_folder_is_renamed_is_told_so(
     load = np.load
 
     def load_after_rename(*args, **options):
-        prepare.PREPARED.rename(own_cache / "small.old")
+        shutil.rmtree(prepare.PREPARED)
         return load(*args, **options)
 
     monkeypatch.setattr(np, "load", load_after_rename)
@@ -401,8 +402,8 @@ def test_a_column_of_anything_else_is_refused(text, tmp_path):
 
 def test_hidden_files_are_no_shards(other):
     (other / "._shard_00009.parquet").write_bytes(b"what macOS leaves on foreign disks")
-    _, get_shards = prepare.find_corpus({"data_dir": other, "corpus": None, "num_shards": None})
-    assert len(get_shards()) == 2
+    options = {"data_dir": other, "corpus": None, "num_shards": None}
+    assert len(prepare.find_shards(options)) == 2
 
 
 @pytest.mark.parametrize(
