@@ -157,9 +157,8 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, with QK-norm (arXiv 2010.04245) after the rotary embedding. In value
-    layers an embedding of the token is added to the values (ResFormer, arXiv 2410.17897), times a
-    gate for each key-value head."""
+    """Causal self-attention with QK-norm (arXiv 2010.04245). In value layers an embedding of the
+    token, times a gate per key-value head, is added to the values (ResFormer, arXiv 2410.17897)."""
 
     def __init__(self, config, layer, attend):
         super().__init__()
@@ -181,8 +180,8 @@ class Attention(nn.Module):
         if self.gate is not None:
             gate = 2 * torch.sigmoid(self.gate(x[..., :VE_GATE_CHANNELS]))  # 1 at the start
             v = v + gate[..., None] * ve.view(v.shape)
-        q = norm(rotate(q, cos, sin))
-        k = norm(rotate(k, cos, sin))
+        q = rotate(norm(q), cos, sin)
+        k = rotate(norm(k), cos, sin)
         y = self.attend(q, k, v, self.window)
         return self.out(y.flatten(2))
 
