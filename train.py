@@ -38,7 +38,6 @@ from prepare import (  # first: its import starts the clock of total_seconds
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.adamw import adamw
 
 # ---- Knobs: every number worth turning ----
 # fmt: off
@@ -380,45 +379,43 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
 
 
 class MuonAdamW:
-    """Muon or AdamW for each group, by its kind. `update` is muon_update, compiled or not; what
-    changes from step to step enters it as 0-D tensors, so that nothing recompiles."""
+    """Muon or AdamW (arXiv 1711.05101) for each group, by its kind. torch's AdamW holds the same
+    group dictionaries. `update` is muon_update, compiled or not."""
 
     def __init__(self, groups, dtype, update=muon_update):
         self.param_groups = groups
+        self.adamw = torch.optim.AdamW([g for g in groups if g["kind"] == "adamw"], fused=True)
+        self.muon_groups = [g for g in groups if g["kind"] == "muon"]
+        self.muon_update = update
         self.dtype = dtype
         self.loss_scale = LOSS_SCALE if dtype == torch.float16 else 1
-        self.muon_update = update
-        for group in groups:
+        self.skipped_steps = 0
+        for group in self.muon_groups:
             params = group["params"]
-            if group["kind"] == "muon":
-                rows, cols = params[0].shape
-                per_side = (rows, 1) if rows >= cols else (1, cols)
-                group["exp_avg"] = params[0].new_zeros(len(params), rows, cols)
-                group["exp_avg_sq"] = params[0].new_zeros(len(params), *per_side)
-            else:
-                group["exp_avg"] = [torch.zeros_like(p) for p in params]
-                group["exp_avg_sq"] = [torch.zeros_like(p) for p in params]
-                group["steps"] = [torch.zeros((), device=p.device) for p in params]
+            rows, cols = params[0].shape
+            per_side = (rows, 1) if rows >= cols else (1, cols)
+            group["exp_avg"] = params[0].new_zeros(len(params), rows, cols)
+            group["exp_avg_sq"] = params[0].new_zeros(len(params), *per_side)
 
     @torch.no_grad()
     def step(self):
-        """One update of every parameter; clears the gradients. In fp16 they come larger by
-        LOSS_SCALE and may have overflowed: then nothing changes."""
+        """Updates every parameter and clears the gradients. In fp16 the gradients are LOSS_SCALE
+        times as large; if one has overflowed, the step is skipped."""
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
             if p.grad is None:  # it had no part in this step
                 p.grad = torch.zeros_like(p)
-        fits = True
+        finite = True
         if self.dtype == torch.float16:
-            fits = nn.utils.get_total_norm([p.grad for p in params]).isfinite()
+            finite = nn.utils.get_total_norm([p.grad for p in params]).isfinite()
             for p in params:
                 p.grad.div_(LOSS_SCALE)
-        if fits:
-            for group in self.param_groups:
-                if group["kind"] == "muon":
-                    self.step_muon(group)
-                else:
-                    self.step_adamw(group)
+        if finite:
+            self.adamw.step()  # fused, it rounds a bf16 table once, after decay and update
+            for group in self.muon_groups:
+                self.step_muon(group)
+        else:
+            self.skipped_steps += 1
         for p in params:
             p.grad = None
 
@@ -426,6 +423,7 @@ class MuonAdamW:
         params = group["params"]
         stack = torch.stack(params)
         grads = torch.stack([p.grad for p in params])
+        # 0-D tensors, since a Python number that changes would make the update compile again.
         numbers = (group["lr"], group["weight_decay"], group["momentum"], group["betas"][1])
         scalars = [torch.tensor(number) for number in numbers]
         update = self.muon_update(
@@ -433,27 +431,6 @@ class MuonAdamW:
         )
         for p, change in zip(params, update, strict=True):
             p.sub_(change)
-
-    def step_adamw(self, group):
-        """torch's AdamW (arXiv 1711.05101), one kernel that rounds a table in bf16 once, after
-        decay and update. Decay in a step of its own, p *= 1 - lr * decay, would round back to p."""
-        beta1, beta2 = group["betas"]
-        adamw(
-            group["params"],
-            [p.grad for p in group["params"]],
-            group["exp_avg"],
-            group["exp_avg_sq"],
-            max_exp_avg_sqs=[],
-            state_steps=group["steps"],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
 
 
 # ---- Schedules ----
@@ -816,6 +793,7 @@ def main():
         num_steps=steps,
         num_params_M=num_params / 1e6,
         depth=DEPTH,
+        skipped_steps=optimizer.skipped_steps,
         attention=backend,
     )
 

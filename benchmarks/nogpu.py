@@ -440,10 +440,9 @@ def examine(args):
             kernel.launches = 0
         for tensor in (*model.parameters(), *model.buffers()):
             meter.see(tensor)
-        for group in optimizer.param_groups:
-            for state in (group["exp_avg"], group["exp_avg_sq"]):
-                for tensor in state if isinstance(state, list) else [state]:
-                    meter.see(tensor)
+        states = [*optimizer.adamw.state.values(), *optimizer.muon_groups]
+        for tensor in (state[name] for state in states for name in ("exp_avg", "exp_avg_sq")):
+            meter.see(tensor)
         base = meter.now
         with meter.mode:
             _, (inputs, _, _) = train.train_step(compiled_model, optimizer, batch, batches, 2)

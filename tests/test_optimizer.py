@@ -76,18 +76,23 @@ def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys):
 
 
 # ---- AdamW ----
-def adamw_row(params, decay=0.0):
-    row = {"kind": "adamw", "params": params, "peak_lr": 0.1, "betas": (0.8, 0.95)}
+def row_of(kind, params, decay=0.0, betas=(0.8, 0.95)):
+    row = {"kind": kind, "params": params, "peak_lr": 0.1, "betas": betas}
     return row | {"peak_decay": decay, "eps": 1e-10}
 
 
+def idle_row():
+    """A row of AdamW, which cannot be without one."""
+    return row_of("adamw", [torch.nn.Parameter(torch.zeros(1))])
+
+
 @pytest.mark.parametrize("eps", [1e-10, 0.5])
-def test_adamw_is_torchs(eps):
-    """With a decay that falls to zero, by way of set_schedules, as in a run."""
+def test_adamw_follows_the_schedules(eps):
+    """Rate, decay and betas reach torch's AdamW, step by step."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    ours = train.MuonAdamW([adamw_row(params, decay=0.4) | {"eps": eps}], torch.float32)
+    ours = train.MuonAdamW([row_of("adamw", params, decay=0.4) | {"eps": eps}], torch.float32)
     theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=eps)
     for step, progress in enumerate((0.0, 0.25, 0.5, 1.0)):
         train.set_schedules(ours, progress, step)
@@ -134,8 +139,9 @@ def test_stacked_muon_is_muon_one_matrix_at_a_time(shape):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for _ in range(3)]
     twins = [p.detach().clone() for p in params]
-    row = {"kind": "muon", "params": params, "peak_lr": 0.1, "betas": (0.9, 0.6)}
-    optimizer = train.MuonAdamW([row | {"peak_decay": 0.3, "eps": 1e-10}], torch.float32)
+    row = row_of("muon", params, decay=0.3, betas=(0.9, 0.6))
+    optimizer = train.MuonAdamW([row, idle_row()], torch.float32)
+    train.set_schedules(optimizer, 0.0, 0)
     states = [(torch.zeros(shape), torch.zeros(max(shape))) for _ in params]
     for step in range(4):
         momentum = 0.8 + 0.01 * step
@@ -155,7 +161,7 @@ def test_decay_of_a_table_in_bf16_is_not_rounded_away():
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         p = torch.nn.Parameter(torch.randn(2000).to(dtype))
-        row = adamw_row([p]) | {"lr": 0.05, "weight_decay": 0.02, "eps": 1e-10}
+        row = row_of("adamw", [p]) | {"lr": 0.05, "weight_decay": 0.02, "eps": 1e-10}
         optimizer = train.MuonAdamW([row], dtype)
         for _ in range(200):
             p.grad = torch.randn(2000).to(dtype)
@@ -168,8 +174,7 @@ def test_decay_of_a_table_in_bf16_is_not_rounded_away():
 def test_a_parameter_without_a_gradient_stays_as_it_is(kind):
     """A layer that joins later, say. It is as if its gradient were zero."""
     p, idle = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
-    row = {"kind": kind, "params": [p, idle], "peak_lr": 0.1, "betas": (0.9, 0.9)}
-    optimizer = train.MuonAdamW([row | {"peak_decay": 0.0, "eps": 1e-10}], torch.float32)
+    optimizer = train.MuonAdamW([row_of(kind, [p, idle]), idle_row()], torch.float32)
     train.set_schedules(optimizer, 0.0, 0)
     p.grad = torch.eye(4)
     optimizer.step()
@@ -194,6 +199,7 @@ def test_in_fp16_the_loss_is_scaled_and_an_overflow_changes_nothing(monkeypatch)
         ends.append(losses[-1].item())
         assert losses[0].item() == pytest.approx(4.11, abs=0.02)
         same = [torch.equal(before[name], p) for name, p in model.named_parameters()]
+        assert optimizer.skipped_steps == (3 if scale == 1e9 else 0)
         assert all(same) if scale == 1e9 else not any(same)
         assert all(p.grad is None for p in model.parameters())
     assert ends[1] == pytest.approx(ends[0], rel=0.02) and ends[1] < 4

@@ -47,7 +47,7 @@ def good(cache, tmp_path_factory):
 def test_a_run_ends_with_a_block_and_a_record(good):
     assert good.returncode == 0, good.output
     block = parse_block(good.stdout)
-    assert list(block) == [*NINE, *OTHERS, "attention", "integrity"]
+    assert list(block) == [*NINE, *OTHERS, "skipped_steps", "attention", "integrity"]
     # Two seconds beside other tests may be unsteady.
     assert block["integrity"] == "ok" or block["integrity"].startswith("unsteady: ")
     assert 0 < float(block["training_seconds"]) <= 2.5

@@ -89,6 +89,7 @@ def record_inputs(module):
 
 
 def steps_taken(optimizer):
-    """As each tensor of AdamW counts them."""
-    [count] = {int(step) for group in optimizer.param_groups for step in group.get("steps", [])}
+    """As AdamW counts them for each tensor; it has no state before the first."""
+    counts = {int(state["step"]) for state in optimizer.adamw.state.values()} or {0}
+    [count] = counts
     return count
