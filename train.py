@@ -699,60 +699,76 @@ def for_evaluation(model, compiled_model):
     return compiled_model if model.lm_head.weight.device.type == "cuda" else model
 
 
+def is_out_of_memory(error):
+    """Only CUDA has an exception for it, the others have words."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 def failed_allocations():
-    """How often a GPU lacked memory: kernels and compilers raise errors of their own."""
+    """How often the GPU has lacked memory: a kernel may raise an error of its own then."""
     return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_initialized() else 0
+
+
+def fits(model, compiled_model, optimizer, rows):
+    """Rehearses a run with `rows` rows at a time. False if memory does not suffice."""
+    failed = failed_allocations()
+    try:
+        rehearse(model, compiled_model, optimizer, rows)
+        return True
+    except Exception as error:
+        if is_out_of_memory(error) or failed_allocations() > failed:
+            return False
+        raise
+
+
+def can_compile(device):
+    """Compiles a sum of two numbers, so that a machine that cannot compile, for lack of a compiler
+    or of Python's headers, is told from a mistake in the model."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+        return True
+    except Exception as error:
+        print(f"continuing without compilation, which is slower: {describe(error)}")
+        return False
 
 
 def warm_up(model, dtype):
     """Initialises the model and rehearses with DEVICE_BATCH_SIZE rows at a time, halved until they
-    fit in memory; on a CPU that cannot compile, without. Returns (compiled model, optimizer, rows),
-    as before the first step."""
+    fit in memory. Returns (compiled model, optimizer, rows), as before the first step."""
     initialise(model, dtype, SEED)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    on_gpu = model.lm_head.weight.device.type == "cuda"
-    compiling = COMPILE
+    device = model.lm_head.weight.device
+    on_gpu = device.type == "cuda"
+    compiled_model = model
+    update = muon_update
+    if COMPILE and (on_gpu or can_compile(device)):
+        torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
+        compiled_model = torch.compile(model, dynamic=False)
+        if on_gpu:  # mostly matrix products: on a CPU 17 s of compiling save 3 % of a step
+            update = torch.compile(muon_update, dynamic=False)
+
+    def new_optimizer():
+        return MuonAdamW(parameter_groups(model), dtype, update)
+
     rows = rows_at_a_time(DEVICE_BATCH_SIZE)
-    while True:
-        compiled_model = model
-        update = muon_update
-        if compiling:
-            torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
-            compiled_model = torch.compile(model, dynamic=False)
-            if on_gpu:  # mostly matrix products: on a CPU 17 s of compiling save 3 % of a step
-                update = torch.compile(muon_update, dynamic=False)
-        failed = failed_allocations()
-        try:
-            rehearse(model, compiled_model, MuonAdamW(parameter_groups(model), dtype, update), rows)
-            break
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or failed_allocations() > failed:
-                rows = fewer_rows(rows)
-            elif compiling and not on_gpu:
-                print(f"continuing without compilation, which is slower: {describe(error)}")
-                compiling = False
-            else:
-                raise
-        # Before the next try, and where the exception no longer holds any tensors:
+    while not fits(model, compiled_model, new_optimizer(), rows):
+        if rows == 1:
+            raise torch.OutOfMemoryError("out of memory with one row at a time")
+        fewer = rows_at_a_time(rows // 2)
+        print(
+            f"out of memory: DEVICE_BATCH_SIZE {rows} -> {fewer}; a step stays {TOTAL_BATCH_SIZE}"
+        )
+        rows = fewer
         torch._dynamo.reset()  # drops what was compiled for more rows
         model.zero_grad(set_to_none=True)
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()  # the record shall have what was used
+            torch.cuda.reset_peak_memory_stats()  # the block shows what the run itself used
     model.load_state_dict(initial)
     gc.collect()
     gc.disable()  # a walk through all objects may take half a second
-    return compiled_model, MuonAdamW(parameter_groups(model), dtype, update), rows
-
-
-def fewer_rows(rows):
-    """At most half as many."""
-    if rows == 1:
-        fail("out of memory with one row; lower DEPTH or ASPECT_RATIO.", 5)
-    fewer = rows_at_a_time(rows // 2)
-    print(f"out of memory: DEVICE_BATCH_SIZE {rows} -> {fewer}; a step stays {TOTAL_BATCH_SIZE}")
-    return fewer
+    return compiled_model, new_optimizer(), rows
 
 
 # ---- Main ----
@@ -799,4 +815,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        fail(f"{describe(error)}; lower DEPTH, ASPECT_RATIO or DEVICE_BATCH_SIZE.", 5)

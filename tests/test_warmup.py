@@ -63,9 +63,8 @@ def check_fresh(model, optimizer):
         assert tensor.grad is None
     assert model.training
     assert steps_taken(optimizer) == 0
-    for group in optimizer.param_groups:
-        for state in (*group["exp_avg"], *group["exp_avg_sq"]):
-            assert not state.any()
+    for group in optimizer.muon_groups:
+        assert not group["exp_avg"].any() and not group["exp_avg_sq"].any()
 
 
 def test_what_runs_later_runs_in_the_warm_up_and_leaves_no_trace(small_run, monkeypatch):
@@ -119,22 +118,33 @@ def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsy
     ]
 
 
-def test_fewer_rows_divide_the_batch_and_are_at_least_one(monkeypatch, capsys):
-    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=96 * 16, MAX_SEQ_LEN=16)
-    rows = [96]
-    while rows[-1] > 1:
-        rows.append(train.fewer_rows(rows[-1]))
-    assert rows == [96, 48, 24, 12, 6, 3, 1]
-    with pytest.raises(SystemExit, match="5"):
-        train.fewer_rows(1)
-    assert "lower DEPTH or ASPECT_RATIO" in capsys.readouterr().err
-    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=2 * 5 * 16)
-    assert train.fewer_rows(5) == 2
+def test_fewer_rows_divide_the_batch_until_one_does_not_fit(small_run, monkeypatch):
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=96 * T, DEVICE_BATCH_SIZE=96)
+    tried = []
+    monkeypatch.setattr(train, "fits", lambda *arguments: tried.append(arguments[-1]))
+    with pytest.raises(torch.OutOfMemoryError, match="one row"):
+        train.warm_up(small_run, torch.float32)
+    assert tried == [96, 48, 24, 12, 6, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_has_run_out_whether_an_exception_or_words_say_so(error):
+    assert train.is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("compiling", [False, True])
-def test_a_bug_in_the_model_is_not_taken_for_a_lack_of_memory(small_run, monkeypatch, compiling):
+def test_a_bug_in_the_model_shows_itself_at_once(small_run, monkeypatch, capsys, compiling):
+    """It is taken neither for a lack of memory nor for a machine that cannot compile."""
+    calls = []
+
     def forward(x, y=None):
+        calls.append(1)
         raise RuntimeError("shapes do not fit")
 
     monkeypatch.setattr(small_run, "forward", forward)
@@ -142,6 +152,7 @@ def test_a_bug_in_the_model_is_not_taken_for_a_lack_of_memory(small_run, monkeyp
     set_knobs(monkeypatch, COMPILE=compiling)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         train.warm_up(small_run, torch.float32)
+    assert len(calls) == 1 and not capsys.readouterr().out
 
 
 # ---- Compilation ----
@@ -168,7 +179,8 @@ def test_after_the_warm_up_nothing_compiles(small_run, monkeypatch):
 
 
 def test_on_a_cpu_that_cannot_compile_the_run_goes_on(small_run, monkeypatch, capsys):
-    """As without a C++ compiler: it fails when what torch.compile returned is called."""
+    """As without a C++ compiler: it fails when what torch.compile returned is called. The model is
+    not compiled then."""
     compiled = []
 
     def compile(function, **options):
@@ -182,7 +194,7 @@ def test_on_a_cpu_that_cannot_compile_the_run_goes_on(small_run, monkeypatch, ca
     set_knobs(monkeypatch, COMPILE=True)
     model, optimizer, rows = train.warm_up(small_run, torch.float32)
     assert model is small_run and rows == 4
-    assert compiled == [small_run]
+    assert len(compiled) == 1 and small_run not in compiled
     check_fresh(model, optimizer)
     assert capsys.readouterr().out == (
         "continuing without compilation, which is slower: RuntimeError: backend='inductor' raised: "
