@@ -1,10 +1,10 @@
 """
-The table of a sweep: a row for every task, whatever became of it, and then a row for every commit
-with the mean over its seeds.
+Prints the table of a sweep: a row for every task, whatever its state, and then a row for every
+commit with the mean over its seeds.
 
     cluster/sweep.sh --collect FOLDER
 
-sweep.sh calls this file with FOLDER and with what Slurm remembers: lines "TASK STATE".
+sweep.sh passes FOLDER and the states that Slurm remembers, as lines "TASK STATE".
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 TASK_COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
 COMMIT_COLUMNS = "commit device attention torch budget data finished flagged mean std".split()
 
-# What an exit code of train.py means. Any other code has failed.
+# The state that an exit code of train.py means. Any other code has failed.
 STATES = {
     "0": "completed",
     "130": "cancelled",  # SIGINT
@@ -29,13 +29,13 @@ class Task:
     number: str
     commit: str
     seed: str
-    exit_code: str | None  # None: slurm.sbatch left none
+    exit_code: str | None  # None if slurm.sbatch left none
     state: str
-    record: dict | None  # what the run wrote; None: nothing
+    record: dict | None  # None if the run wrote none
 
 
 def find_state(exit_code, slurm_state, has_log):
-    """What became of a task. The exit code tells, where slurm.sbatch left one; otherwise Slurm."""
+    """A task's state, by its exit code or, if slurm.sbatch left none, by Slurm."""
     if exit_code is not None:
         return STATES.get(exit_code, "failed")
     if slurm_state == "FAILED":
@@ -89,7 +89,7 @@ def task_row(task):
 
 
 def conditions(task):
-    """What must agree before two scores may be averaged."""
+    """These must agree before two scores may be averaged."""
     return {
         "commit": task.commit,
         "device": task.record["device"],
@@ -101,7 +101,7 @@ def conditions(task):
 
 
 def commit_row(group):
-    """The row of some tasks whose conditions agree."""
+    """The row for tasks whose conditions agree."""
     scores = [task.record["val_bpb"] for task in group]
     flagged = [task for task in group if task.record["integrity"] != "ok"]
     row = conditions(group[0])

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # A real Slurm of one node with two CPUs, for the tests: no systemd, no cgroups, nothing in /etc.
 #
-#   apt-get update && apt-get install -y slurm-wlm munge    the packages that it needs (Debian)
+#   apt-get update && apt-get install -y slurm-wlm munge    install what it needs (Debian)
 #   cluster/local_slurm.sh start DIR                        start the daemons, as root
-#   export SLURM_CONF=DIR/slurm.conf                        what sbatch and the others need to know
-#   cluster/local_slurm.sh stop DIR                         cancel what runs, and end the daemons
+#   export SLURM_CONF=DIR/slurm.conf                        let sbatch and the others find it
+#   cluster/local_slurm.sh stop DIR                         cancel all jobs and end the daemons
 #
-# DIR holds configuration, key, socket, state, logs and process ids. Keep its path short: the path
-# of a socket has at most 107 bytes.
+# DIR holds configuration, key, socket, state, logs and process ids. Keep its path short: a socket's
+# path has at most 107 bytes.
 set -euo pipefail
 PATH=$PATH:/usr/sbin
 
@@ -16,7 +16,7 @@ die() {
     exit 2
 }
 
-# Start a daemon in the background, with a log, and write its process id down.
+# Starts a daemon in the background with a log, and writes down its process id.
 launch() { # NAME COMMAND...
     local name=$1
     shift
@@ -43,7 +43,7 @@ no_jobs() {
     [[ -z $(squeue --noheader) ]]
 }
 
-# True too of a zombie, which stays where nothing reaps orphans: its command is empty.
+# Also true of a zombie, which stays where nothing reaps orphans: its command is empty.
 gone() { # PID
     ! grep -q . "/proc/$1/cmdline"
 }
@@ -79,8 +79,8 @@ NodeName=$host NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
 PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
 
-    # slurmd loads a cgroup plugin even where nothing uses one. That of Slurm 22 can only be v1,
-    # which then does nothing; later ones can be told to do without.
+    # slurmd loads a cgroup plugin even if nothing uses it. In Slurm 22 it can only be v1, which
+    # then does nothing; later versions can be told to do without.
     local plugin=disabled
     if [[ $(slurmd -V) == *" 22."* ]]; then
         plugin=cgroup/v1
@@ -105,7 +105,7 @@ start() {
     )
     write_configuration
 
-    # --force: munged distrusts a folder below one that all may write to, such as /tmp.
+    # --force: munged distrusts a folder inside one that all may write to, such as /tmp.
     launch munged munged --foreground --force \
         --key-file="$dir/munge.key" \
         --socket="$dir/munge.socket" \
@@ -131,8 +131,8 @@ stop() {
             continue
         fi
         pid=$(cat "$dir/$name.pid")
-        # The id may have gone to another process since. Only one whose command names this folder
-        # is ended.
+        # The id may belong to another process by now. Only a process whose command names this
+        # folder is ended.
         if tr '\0' '\n' 2>/dev/null <"/proc/$pid/cmdline" | grep -qF "$dir/"; then
             kill "$pid"
             until_true 20 gone "$pid" || die "$name, process $pid, does not end; try kill -9 $pid."

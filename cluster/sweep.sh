@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Every COMMIT with every SEED as one Slurm job array, and the table of what came of it.
+# Runs every COMMIT with every SEED as one Slurm job array, and prints the results.
 #
 #   cluster/sweep.sh [-j N] FOLDER COMMIT... -- SEED... [-- SBATCH_OPTION...]
 #                                       submit, at most N tasks at a time
 #   cluster/sweep.sh --wait FOLDER      wait until the array has ended, then collect
 #   cluster/sweep.sh --collect FOLDER   print a row for every task, at any time
 #
-# FOLDER must lie where all nodes see it. It gets tasks.tsv, job (the array's id), log/, runs/,
-# status/ and inductor/, the compiled code.
+# All nodes must see FOLDER. It gets tasks.tsv, job (the array's id), log/, runs/, status/ and
+# inductor/, the compiled code.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
@@ -71,7 +71,7 @@ submit() {
         done
     done >"$folder/tasks.tsv"
 
-    # In the name of a log %a is the number of the task, and %% is a percent sign.
+    # In a log's name %a is the task's number, and %% is a percent sign.
     local answer
     answer=$(sbatch --parsable --array="0-$((count - 1))$limit" \
         --output="${folder//%/%%}/log/%a.log" "$@" "$repo/cluster/slurm.sbatch" "$repo" "$folder")
@@ -80,8 +80,8 @@ submit() {
     echo "job $job: $count tasks; next: $0 --wait $(printf %q "$folder")"
 }
 
-# Some minutes after a job has ended Slurm forgets it, and calls its id invalid.
-forgotten() { # WHAT SQUEUE SAID
+# Slurm forgets a job some minutes after its end, and then calls its id invalid.
+forgotten() { # ANSWER OF SQUEUE
     [[ $1 == *"Invalid job id"* ]]
 }
 
@@ -95,16 +95,16 @@ wait_for() { # FOLDER
         if [[ -z $left ]] || forgotten "$left"; then
             return
         fi
-        # Tasks are left, or squeue said that it could not ask: ask again.
+        # Tasks are left, or squeue had no answer: ask again.
         sleep 5
     done
 }
 
-# Lines "TASK STATE", as far as Slurm remembers.
+# Prints lines "TASK STATE", as far as Slurm remembers.
 states() { # FOLDER
     local job
     job=$(cat "$1/job" 2>/dev/null) || return 0
-    # The controller remembers for some minutes.
+    # The controller remembers a job for some minutes.
     if ! squeue --noheader --array --states=all --jobs="$job" --format='%K %T' 2>/dev/null; then
         local said
         said=$(squeue --noheader --jobs="$job" 2>&1) || true
@@ -113,8 +113,8 @@ states() { # FOLDER
                 "what is called killed or cancelled may still wait or run." >&2
         fi
     fi
-    # Accounting, where it is kept, remembers for long. Its lines read JOB_TASK|STATE, and the state
-    # may go on: "CANCELLED by 0".
+    # Accounting, where there is any, remembers it for long. Its lines read JOB_TASK|STATE, and the
+    # state may have more words: "CANCELLED by 0".
     sacct --noheader --allocations --parsable2 --jobs="$job" --format=JobID,State 2>/dev/null |
         sed -n 's/^[0-9]*_\([0-9]*\)|\([A-Z_]*\).*/\1 \2/p' || true
 }
