@@ -1,4 +1,4 @@
-"""What several benchmarks share: whole runs, changed knobs, steps in this process, tables."""
+"""Code for several benchmarks: whole runs, changed knobs, steps in this process, tables."""
 
 import ast
 import contextlib
@@ -14,12 +14,12 @@ from pathlib import Path
 from time import perf_counter
 
 ROOT = Path(__file__).resolve().parents[1]
-SPARE_SECONDS = 1200  # beside its training, after which a run counts as hung
+SPARE_SECONDS = 1200  # a run that takes this much beyond its training is hung
 
 
 # ---- Whole runs ----
 class RunError(Exception):
-    """A process that did not end as it should; the message is the line in which it says why."""
+    """A process ended badly; the message is the line in which it says why."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Finished:
 
 
 def last_words(output):
-    """The line of a process's output that tells why it failed."""
+    """The line of a process's output that says why it failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("error:", "FAIL", "integrity:"))]
     if told:
@@ -49,7 +49,7 @@ def run_script(script, environment, limit=None):
     Raises RunError."""
     script = Path(script).resolve()
     merged = os.environ | {name: str(value) for name, value in environment.items()}
-    # Into a file: a pipe stays open for as long as any child of a killed process lives.
+    # To a file, since a pipe stays open as long as any child of a killed process lives.
     with tempfile.TemporaryFile() as log:
         begun = perf_counter()
         command = [sys.executable, script]
@@ -59,7 +59,7 @@ def run_script(script, environment, limit=None):
         except subprocess.TimeoutExpired:
             raise RunError(f"it had not ended after {limit:.0f} s") from None
         finally:
-            process.terminate()  # which tools/rerun.py passes on
+            process.terminate()  # tools/rerun.py passes it on
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             process.kill()
@@ -73,8 +73,8 @@ def run_script(script, environment, limit=None):
 
 
 def run_training(folder, budget, environment=None):
-    """Runs the train.py of a folder for `budget` seconds of training, its record in no folder of runs.
-    Returns it Finished. Raises RunError."""
+    """Runs a folder's train.py for `budget` seconds of training, with a runs folder of its own.
+    Returns a Finished. Raises RunError."""
     with tempfile.TemporaryDirectory() as runs:
         own = {"AUTORESEARCH_TIME_BUDGET": budget, "AUTORESEARCH_RUNS": runs}
         own |= environment or {}
@@ -87,8 +87,8 @@ def run_training(folder, budget, environment=None):
 
 # ---- Knobs ----
 def substitute(source, setting):
-    """The source of train.py with the knobs of a setting, "KNOB=value KNOB=value", changed as an
-    agent changes them: each in its own line."""
+    """Returns the source of train.py with the knobs of a setting, "KNOB=value KNOB=value", changed
+    as an agent changes them, each in its own line."""
     for item in setting.split():
         name, _, value = item.partition("=")
         line = re.compile(rf"^({re.escape(name)} *=).*?( *#.*)?$", re.M)
@@ -102,8 +102,8 @@ def substitute(source, setting):
 
 
 def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
-    """Copies a train.py and the prepare.py beside it into a folder, with the knobs changed and then
-    the texts that are keys of `edits` replaced by their values."""
+    """Copies a train.py and the prepare.py beside it into a folder, changes the knobs, and then
+    replaces the keys of `edits` by their values."""
     folder = Path(folder)
     source = substitute(script.read_text(), setting)
     for old, new in (edits or {}).items():
@@ -116,8 +116,8 @@ def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
 
 # ---- Steps in this process ----
 def random_tokens(vocab_size, shape, device):
-    """int64 of that shape. Token i has a share of about 1 / (i + 1) (Zipf's law): as in a text a few
-    are frequent, and where a token repeats, the gradient of its embedding takes longer to add up."""
+    """Token i has a share of about 1 / (i + 1) (Zipf's law). As in a text, a few are frequent, and
+    where a token repeats, the gradient of its embedding takes longer to add up."""
     import torch
 
     return torch.rand(shape, device=device).mul(math.log(vocab_size)).exp().long() - 1
@@ -128,7 +128,7 @@ PARTS = ("step", "forward", "backward", "update")
 
 @dataclass
 class Subject:
-    """What a run of a train.py has when its training begins."""
+    """The parts of a run of train.py as its training begins."""
 
     train: object  # the module
     device: object
@@ -142,7 +142,7 @@ class Subject:
 
 
 def import_train(folder=ROOT):
-    """The train.py of a folder, on the prepare.py beside it."""
+    """Imports a folder's train.py and the prepare.py beside it."""
     for module in ("prepare", "train"):
         sys.modules.pop(module, None)
     sys.path.insert(0, str(folder))
@@ -166,7 +166,7 @@ def set_knobs(train, setting):
 
 
 def build(train, dtype=None):
-    """The Subject of a train.py that was just imported. Neither loader nor cache is needed."""
+    """The Subject of a train.py that was just imported. It needs neither loader nor cache."""
     import torch
 
     prepare = sys.modules["prepare"]
@@ -197,7 +197,7 @@ def build(train, dtype=None):
 
 
 def take_step(subject):
-    """A step as train_step takes it. Returns its seconds in the order of PARTS."""
+    """Takes a step as train_step does. Returns its seconds in the order of PARTS."""
     import torch
 
     def now():

@@ -1,16 +1,16 @@
 """
-Versions in turn, before, after, before, after: what a change is worth.
+Measures what a change is worth, by running versions in turn.
 
     uv run benchmarks/compare.py ../before . --cache /tmp/before /tmp/after
     uv run benchmarks/compare.py ../before . --seconds 60 --pairs 7
     uv run benchmarks/compare.py --steps 40 ../before . .:LOGIT_SOFTCAP=0 .:KV_HEADS=1,DEPTH=6
 
-An argument is a folder with a prepare.py and a train.py. Whole runs first prepare each side's cache
-and compile in a short run that is not counted; a pair has one seed, the next pair one more; a run
-that fails leaves out its pair; Ctrl-C prints the table of what there is. With --steps an argument
-may also set knobs, and all of them step in turn in one process: two steps that follow each other
-meet the same machine, whose speed may change by more than a change is worth. The ratio is the
-median over such pairs, beside the first argument.
+An argument is a folder with a prepare.py and a train.py. Before whole runs, each side prepares its
+cache and compiles in a short run that is not counted. Both runs of a pair have the same seed, the
+next pair the next seed, and if a run fails, its pair is left out. Ctrl-C prints the table so far.
+With --steps an argument may also set knobs, and all of them step in turn in one process: two
+successive steps meet the same machine, whose speed may change by more than a change is worth. The
+ratio is the median over such pairs, relative to the first argument.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benchmarks.common import (
 )
 
 SIDES = ("before", "after")
-MEASURES = {  # key: how it is printed
+MEASURES = {  # key: its format
     "tokens_per_second": ".0f",
     "num_steps": ".0f",
     "val_bpb": ".4f",
@@ -42,8 +42,8 @@ MEASURES = {  # key: how it is printed
     "outside_training_seconds": ".1f",
     "peak_vram_mb": ".0f",
 }
-SAME = ("data", "profile", "device", "torch")  # where these differ, so may the score
-WARM_SECONDS = 5  # of training in the runs that are not counted
+SAME = ("data", "profile", "device", "torch")  # where these differ, scores may too
+WARM_SECONDS = 5  # of training in a run that is not counted
 
 
 # ---- Whole runs ----
@@ -61,7 +61,7 @@ def get_ready(folder, cache, seconds):
 
 
 def run_pairs(folders, caches, seconds, pairs, seed):
-    """Yields {side: record} of each pair of which both runs ended well; prints a row per run."""
+    """Prints a row per run. Yields {side: record} of each pair whose runs both succeeded."""
     print_header("pair", "side", *MEASURES, "integrity")
     for pair in range(pairs):
         records = {}
@@ -80,7 +80,7 @@ def run_pairs(folders, caches, seconds, pairs, seed):
 
 
 def print_summary(pairs, seconds):
-    """Medians, their ratio, and the lowest and the highest ratio of a pair."""
+    """Prints medians, their ratio, and the lowest and highest ratio of a pair."""
     print(f"\n{len(pairs)} pairs of {seconds:g} s, {pairs[0]['after']['device']}\n")
     print_header("median of", *SIDES, "ratio", "ratio in a pair: lowest", "highest")
     for key, form in MEASURES.items():

@@ -1,13 +1,13 @@
 """
-Leaks: what each would be worth in bits per byte, and how often the probes see it. They are bound to
-positions or to contents, the tokens that a position must hold before it sees the next one.
+Measures what each leak is worth in bits per byte, and how often the probes see it. A leak depends
+on positions, or on the token that a position must hold before it sees the next one.
 
     uv run benchmarks/leaks.py                    # needs a prepared cache of the small profile
     uv run benchmarks/leaks.py --steps 20 --draws 3 "prefix of 8" --more 20
     uv run benchmarks/leaks.py --honest --draws 200      # how far are honest models from refusal?
 
-A small GPT is trained as it should be. From there it is trained on, for each leak and without one,
-for some more steps on the same batches: the more, the stronger the leak. Then it is probed, with
+A small GPT is trained without a leak. From there it is trained, with each leak and with none, for
+some more steps on the same batches: the more, the stronger the leak. Then it is probed with
 many draws of rows and cuts.
 """
 
@@ -31,8 +31,8 @@ HONEST = tuple(itertools.product((3, 8), (torch.float32, torch.bfloat16, torch.f
 
 
 # ---- Leaks ----
-# Each takes tokens [B, T] and returns a mask: what queries see besides the keys up to their own,
-# [T, T] where it depends on positions alone, else [B, 1, T, T].
+# Each takes tokens [B, T] and returns a mask of the keys that queries see besides those up to their
+# own: [T, T] if it depends on positions alone, else [B, 1, T, T].
 def none(idx):
     return torch.zeros(idx.shape[1], idx.shape[1], dtype=torch.bool)
 
@@ -64,14 +64,14 @@ def chunk(length):
 
 
 def after(tokens):
-    """Positions that hold one of some tokens see one token ahead."""
+    """Positions that hold one of `tokens` see one token ahead."""
     is_one = torch.zeros(prepare.VOCAB_SIZE, dtype=torch.bool)
     is_one[torch.from_numpy(tokens)] = True
     return lambda idx: one_ahead(is_one[idx][:, None])
 
 
 def all_leaks(rows):
-    """{name: leak}; the names say which share of the tokens of `rows` make a position leak."""
+    """Returns {name: leak}. Names say what share of the tokens of `rows` make a position leak."""
     leaks = {f"prefix of {length}": prefix(length) for length in (4, 8, 16, 96)}
     leaks |= {f"last {count}": last(count) for count in (4, 8)}
     leaks |= {f"last of each {length}": chunk(length) for length in (16, 48, 160)}
@@ -98,7 +98,7 @@ class Leaky(train.GPT):
         return super().forward(idx, targets)
 
     def attend(self, q, k, v, window):
-        """train.py's attend_sdpa, which also sees what leaks."""
+        """Like train.py's attend_sdpa, but sees what leaks."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         position = torch.arange(q.shape[2])
         distance = position[:, None] - position
@@ -112,14 +112,14 @@ def build(depth=2, dtype=torch.float32):
     train.HEAD_DIM = 32
     train.WINDOW_PATTERN = "S"
     train.SHORT_WINDOW = 128
-    train.LOGIT_SOFTCAP = 0  # a third of the time of a model so small
+    train.LOGIT_SOFTCAP = 0  # the cap takes a third of so small a model's time
     model = Leaky(train.derive_config(prepare.VOCAB_SIZE))
     train.initialise(model, dtype, 0)
     return model
 
 
 def train_on(model, batches):
-    """One step per batch, at a learning rate that falls to 0."""
+    """Takes a step per batch; the learning rate falls to 0."""
     optimizer = train.MuonAdamW(train.parameter_groups(model), model.cos.dtype)
     model.train()
     for step, batch in enumerate(batches):
@@ -131,7 +131,7 @@ def train_on(model, batches):
 # ---- Measurements ----
 @torch.no_grad()
 def all_losses(model, size):
-    """Of the validation rows, [N, T], in batches of `size` rows."""
+    """Losses of the validation rows [N, T], in batches of `size`."""
     found = []
     for batch in np.split(prepare._run.rows, len(prepare._run.rows) // size):
         inputs, targets = batch[:, :-1], batch[:, 1:]
@@ -141,7 +141,7 @@ def all_losses(model, size):
 
 @torch.no_grad()
 def draw(model, losses, size, seed):
-    """{probe: mean and largest change in nats} for one draw of rows and cuts."""
+    """{probe: mean and largest change in nats} of one draw of rows and cuts."""
     rng = np.random.default_rng(seed)
     rows, token_bytes = prepare._run.rows, prepare._run.token_bytes
     changes = prepare.probe(model, rows, losses, size, token_bytes, rng)
@@ -154,7 +154,7 @@ def is_refused(found):
 
 
 def print_honest(batches, size, seeds):
-    """A row for each depth and dtype: how many draws refuse the model, and the largest changes."""
+    """Prints, by depth and dtype, how many draws refuse the model, and the largest changes."""
     print(f"limits: {prepare.PROBE_MEAN:g} on average, {prepare.PROBE_PEAK:g} at one position\n")
     print("| depth | dtype | refused | probe: mean, largest |\n|---|---|---|---|", flush=True)
     for depth, dtype in HONEST:
@@ -171,7 +171,7 @@ def print_honest(batches, size, seeds):
 
 
 def print_leaks(names, batches, more, size, seeds):
-    """A row for each number of further steps and each leak."""
+    """Prints a row for each number of further steps and each leak."""
     leaks = all_leaks(prepare._run.rows)
     count = prepare._run.token_bytes[prepare._run.rows[:, 1:]].sum()
     begin = train_on(build(), batches[: -max(more)])

@@ -1,5 +1,5 @@
 """
-The CUDA path of train.py on a machine without a GPU: what can be known of a card that is not there.
+Examines train.py's CUDA path for a card without having one: kernels, launches, memory.
 
     uv run benchmarks/nogpu.py                          # seven cards, about a minute each
     uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium   # a step of so many rows
@@ -8,11 +8,11 @@ The CUDA path of train.py on a machine without a GPU: what can be known of a car
 torch is made to believe in the card, and all tensors are fakes, which have a shape but no values.
 The training step, both optimizers and the forward pass of an evaluation are traced, differentiated
 and lowered as on a GPU; Triton compiles each kernel for the card, with the assembler of its own
-wheel; the generated code runs on the fakes, which counts launches and adds up live memory. It ends
-with a line per card, and with 1 if anything failed.
+wheel. The generated code runs on the fakes, so that launches are counted and live memory is added
+up. It prints a line per card at the end, and exits with 1 if anything failed.
 
-Needs no GPU, driver or C compiler. It cannot see numbers, speed, attention's own kernels and their
-workspace, fragmentation, drivers. FlashAttention 3 is a stand-in with the interface of the real one.
+It needs no GPU, driver or C compiler. It cannot see numbers, speed, attention's own kernels and
+their workspace, fragmentation or drivers. FlashAttention 3 is a stand-in with the real interface.
 """
 
 import argparse
@@ -62,7 +62,7 @@ CARDS = {
 
 # ---- A card that is not there ----
 def pretend_card(card):
-    """Makes torch's own questions about CUDA answer as on a machine with this card."""
+    """Makes torch.cuda answer as on a machine with this card."""
     import torch
     from torch._dynamo.device_interface import CudaInterface
     from torch._subclasses import fake_tensor
@@ -131,8 +131,8 @@ def pretend_card(card):
 
 
 def deny_context():
-    """Autograd asks whether the card has a context, and without a GPU the question raises. It is
-    the fifth virtual function of torch's CUDA hooks: here one that says no."""
+    """Autograd asks whether the card has a context, which raises without a GPU. The question is the
+    fifth virtual function of torch's CUDA hooks; this puts one there that says no."""
     import torch
 
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
@@ -186,7 +186,7 @@ def pretend_driver(card, number):
 @dataclass
 class Kernel:
     name: str
-    compiled: list  # of each configuration, what Triton made or the exception
+    compiled: list  # per configuration, Triton's result or the exception
     launches: int = 0
 
     def run(self, *arguments, **options):
@@ -195,8 +195,8 @@ class Kernel:
 
 
 def collect_kernels(compile_them):
-    """Has inductor give its Triton kernels to us, and the generated code fakes for its memory.
-    Returns the list that they will be in."""
+    """Makes inductor give its Triton kernels to us, and the generated code fakes for its memory.
+    Returns the list that will hold the kernels."""
     import torch
     from torch._inductor import async_compile, config
 
@@ -205,7 +205,7 @@ def collect_kernels(compile_them):
     config.shape_padding = False  # it times products there
     config.force_disable_caches = True
     kernels = []
-    known = {}  # source without the name: what was compiled
+    known = {}  # source without the name: results
 
     def compiled(name, source):
         if not compile_them:
@@ -217,7 +217,7 @@ def collect_kernels(compile_them):
             for configuration in kernel.configs:
                 try:
                     result = kernel._precompile_config(configuration).kernel
-                except Exception as error:  # whatever a compiler raises is to be reported
+                except Exception as error:  # report whatever a compiler raises
                     result = error
                 known[key].append(result)
         return known[key]
@@ -247,7 +247,7 @@ def shared_memory(kernel):
     return getattr(getattr(kernel, "metadata", kernel), "shared", 0) or 0
 
 
-# ---- FlashAttention 3, as its interface says ----
+# ---- FlashAttention 3, by its interface ----
 def fa3_stand_in():
     """A module with flash_attn_func, as a custom operator that has a fake and a gradient."""
     import torch
@@ -304,7 +304,7 @@ def fa3_stand_in():
 
 
 def check_varlen():
-    """torch's fake of its flash attention takes more than the kernel does."""
+    """torch's fake flash attention takes more than the kernel does, so this checks."""
     import torch
     from torch.nn.attention import varlen
 
@@ -320,10 +320,10 @@ def check_varlen():
     varlen.varlen_attn = checked
 
 
-# ---- What a card is asked ----
+# ---- One card ----
 class Meter:
     """Sums the live memory on the card, in the allocator's blocks of 512 bytes, and counts what is
-    launched besides Triton's kernels. `mode` is to be entered."""
+    launched besides Triton's kernels, while `mode` is entered."""
 
     def __init__(self):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -383,7 +383,7 @@ def to_card(model):
 
 
 def examine(args):
-    """What is known of one card: a dictionary of plain values. To be called once per process."""
+    """Returns the facts about one card, in plain values. Call it once per process."""
     os.environ["AUTORESEARCH_PROFILE"] = args.profile
     scratch = tempfile.TemporaryDirectory(prefix="nogpu-", ignore_cleanup_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch.name
@@ -486,7 +486,7 @@ def examine(args):
 
 # ---- All cards ----
 def in_a_process(args, card, rows):
-    """`examine` in a process of its own, since it changes torch for good."""
+    """Runs `examine` in its own process, since it changes torch for good."""
     asked = json.dumps(vars(args) | {"card": card, "rows": rows})
     command = [sys.executable, __file__, "--alone", asked]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -1,14 +1,14 @@
 """
-What a run costs besides training: its start and its end, warm and with an empty compiler cache; and
-what the parts of the ruler take, each beside the plain way: packing, the metric, tokenisation.
+Measures what a run costs besides training, with a warm and an empty compiler cache, and how fast
+the parts of the ruler are, each compared with a plain way: packing, the metric, tokenisation.
 
     uv run benchmarks/overhead.py                     # needs a prepared cache, of any profile
     uv run benchmarks/overhead.py --runs 0            # the parts alone
 
-Runs are those of train.py as it is, with a short budget, cold and warm in turn. Packing's plain way
-looks at every document of the buffer for each place in a row; where its rows differ, the exit code
-is 1. The metric's are bare forward passes of train.py's model over random rows. Tokenisation's is
-one thread, on the first shard.
+It runs train.py as it is, with a short budget, cold and warm in turn. Packing's plain way looks at
+every document of the buffer for each place in a row; if its rows differ, the exit code is 1. The
+metric's plain way is bare forward passes of train.py's model over random rows, tokenisation's is
+one thread. Both tokenise the first shard.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.common import (
 import numpy as np
 import torch
 
-BUDGET = 10  # seconds of training of a run
+BUDGET = 10  # seconds of training per run
 STAGES = ("startup", "evaluation", "interpreter and exit", "all but training")
 
 
@@ -48,7 +48,7 @@ def run_stages(inductor):
 
 
 def print_runs(count):
-    """Medians of cold and of warm runs in turn, and their ratio."""
+    """Prints medians of cold and warm runs, and their ratio."""
     found = []
     for _ in range(count):
         with tempfile.TemporaryDirectory() as inductor:
@@ -61,9 +61,9 @@ def print_runs(count):
     print(f"\na cold run compiles {libraries} libraries\n")
 
 
-# ---- Parts of the ruler: {name: a function that works and returns the number of tokens} ----
+# ---- Parts of the ruler: {name: a function that works and returns its number of tokens} ----
 def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
-    """The definition of pack_rows, by a scan of the whole buffer for each document."""
+    """Defines pack_rows: scans the whole buffer for each document."""
     source = iter(documents)
     buffer = []
     while True:
@@ -83,13 +83,13 @@ def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
 
 
 def training_documents():
-    """Yields those that the run has opened, uint16."""
+    """Yields the documents of the run, uint16."""
     for begin, end in itertools.pairwise(prepare._run.ends):
         yield prepare._run.tokens[begin:end]
 
 
 def packing_ways(count):
-    """Those of packing, and whether their rows agree."""
+    """The ways to pack, and whether their rows agree."""
     T = prepare.MAX_SEQ_LEN
     ways = {"linear scan": linear_rows, "pack_rows": prepare.pack_rows}
     rows = {
@@ -114,7 +114,7 @@ def packing_ways(count):
 
 
 def metric_ways(count):
-    """Over `count` random rows."""
+    """Ways to score `count` random rows."""
     T = prepare.MAX_SEQ_LEN
     with torch.enable_grad():  # for the warm-up
         subject = build(train)
@@ -169,7 +169,7 @@ def tokenisation_ways(folder):
 
 
 def print_ways(title, ways, rounds):
-    """A row per way, all of them in turn; the ratio is the speed beside the first."""
+    """Prints a row per way, run in turn; the ratio is the speed relative to the first."""
     speeds = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -185,7 +185,7 @@ def print_ways(title, ways, rounds):
 
 @torch.no_grad()
 def print_parts(rows, rounds):
-    """Exits with 1 if the rows of the ways to pack differ."""
+    """Exits with 1 if the ways to pack give different rows."""
     prepare.start()
     packing, same = packing_ways(rows)
     print_ways("packing, one thread", packing, rounds)

@@ -1,13 +1,13 @@
 """
-What a rule for keeping changes is worth: nights of research, simulated.
+Simulates nights of research, to see what a rule for keeping changes is worth.
 
     uv run benchmarks/protocol.py    # a minute
 
 A change has a true effect on val_bpb, which nobody sees; a run shows the truth plus noise. The
-effects are a fit of the one long night that the reference has published: 125 scored runs, 22 keeps,
-a recorded gain of 0.0282. All numbers are in units of 0.001 bits per byte. Weak points: one night
-was fitted, discards are taken to add up, give or take 30 %, and the agent to know whether its
-change or the machine made a run slower.
+effects fit the one long night that the reference has published: 125 scored runs, 22 keeps, a
+recorded gain of 0.0282. All numbers are in units of 0.001 bits per byte. Weak points: one night was
+fitted, discards are assumed to add up, give or take 30 %, and the agent is assumed to know whether
+its change or the machine made a run slower.
 """
 
 import argparse
@@ -37,9 +37,9 @@ class Night:
     harm: float = 2.1
     disaster: float = 14.0
     shares: tuple = (0.26, 0.44, 0.26, 0.04)  # helpful, null, harmful, disasters
-    drift: float = 0.0  # standard deviation of what the machine's own speed does to the score
-    drift_runs: float = 15.0  # so many runs it takes to fade
-    tenth: float = math.inf  # what a tenth of the machine's speed does to the score
+    drift: float = 0.0  # standard deviation of the effect of the machine's speed on the score
+    drift_runs: float = 15.0  # it fades in so many runs
+    tenth: float = math.inf  # the effect of a tenth of its speed on the score
 
 
 H100 = Night(runs=100, sigma=1)
@@ -55,24 +55,24 @@ NIGHTS = {
     "small, shared": replace(SMALL, drift=60, tenth=50, drift_runs=8),
 }
 RUN_NOISE = math.sqrt(0.7)  # share of sigma
-CODE_NOISE = math.sqrt(0.2)  # the same in all runs of a code; the seed's own part decides nothing
-INTERACTION = 0.3  # of changes made together: noise, as a share of the root of their squares
+CODE_NOISE = math.sqrt(0.2)  # the same in all runs of a code; the seed's share decides nothing
+INTERACTION = 0.3  # noise of changes made together, as a share of the root of their squares
 
 
 @dataclass
 class Code:
     """A commit of train.py."""
 
-    truth: float  # its true score, the baseline's being 0
+    truth: float  # its true score; the baseline's is 0
     noise: float  # what the fixed seed adds to it in every run
 
 
 @dataclass
 class Result:
-    """What a run shows."""
+    """The outcome of a run."""
 
     score: float
-    slowdown: float  # of the machine, as a share of its speed
+    slowdown: float  # the machine's, as a share of its speed
 
 
 class NightOver(Exception):  # noqa: N818
@@ -137,23 +137,23 @@ def draw_drift(night, steps):
 # ---- Rules ----
 @dataclass(frozen=True)
 class Rule:
-    """The constants of program.md. NEVER leaves a habit out."""
+    """The constants of program.md. NEVER leaves out a habit."""
 
-    discards: float = 10  # in a row, after which the best is measured again
-    speed: float = 0.1  # slower and discarded, or faster and kept: the best is measured again
-    ideas: float = 15  # after which the best discards are tried together,
-    together: int = 6  # so many
+    discards: float = 10  # after so many in a row the best is measured again
+    speed: float = 0.1  # and after a discard this much slower, or a keep this much faster
+    ideas: float = 15  # after so many the best discards are tried together,
+    together: int = 6  # this many of them
 
 
 NEVER = math.inf
 
 
 def lower_wins(lab, rule):
-    """One run decides; three habits mend what luck and the machine do to it."""
+    """One run decides; three habits correct for luck and for the machine."""
     to_beat = lab.run(lab.best)
     in_a_row = 0  # discards
     ideas = 0  # since discards were last tried together
-    discards = []  # of those ideas: by how much each lost, and its effect
+    discards = []  # the loss and the effect of each, among those ideas
     while True:
         if in_a_row >= rule.discards:
             to_beat = lab.run(lab.best)
@@ -200,7 +200,7 @@ RULES = {
 
 
 def true_gain(rule, night, number):
-    """By how much a night's last best is truly better than the baseline."""
+    """How much better a night's last best truly is than the baseline."""
     lab = Lab(night, number)
     if rule is None:  # the oracle sees the truth, and needs no baseline
         return -lab.effects[lab.effects < 0].sum()
@@ -211,8 +211,8 @@ def true_gain(rule, night, number):
 
 # ---- Tables ----
 def print_rules(rules, count):
-    """A row per rule: its gain and the ratio to the first rule's, in the same nights, each with its
-    standard error. Returns the ratios."""
+    """Prints a row per rule: its gain and the ratio to the first rule's in the same nights, each
+    with a standard error. Returns the ratios."""
     print_header("rule", *NIGHTS)
     first = {}
     ratios = {}

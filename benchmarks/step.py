@@ -1,13 +1,13 @@
 """
-Where the time of a training step goes, and how fast each attention back-end is.
+Shows where the time of a training step goes, and how fast each attention back-end is.
 
     uv run benchmarks/step.py                                    # train.py's own settings
     uv run benchmarks/step.py --set DEPTH=6 TOTAL_BATCH_SIZE=8192
     uv run benchmarks/step.py --attention                        # each back-end that loads here
 
-Random tokens; a value after --set is a Python literal. The ratio is a part's share of a step. An
-error of attention is the largest of those of the output and of three gradients, |got - want| /
-|want|, beside sdpa in fp32 on one row; its ratio is the speed beside sdpa at the largest window.
+Tokens are random; a value after --set is a Python literal. The ratio is a part's share of a step.
+For attention, the error is the largest of the output's and three gradients', |got - want| / |want|,
+against sdpa in fp32 on one row; the ratio is the speed relative to sdpa at the largest window.
 benchmarks/compare.py --steps compares settings, for example `. .:COMPILE=False`.
 """
 
@@ -24,15 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 from benchmarks.common import build, import_train, print_header, print_row, set_knobs, take_step
 
 # ---- Where the time goes ----
-# Names of kernels and operators, of CPU and GPU. In the two passes every batched product is one of
-# attention, and a softmax is too unless it is the loss's log_softmax.
+# Names of kernels and operators on CPU and GPU. In the two passes every batched product belongs to
+# attention, and so does every softmax except the loss's log_softmax.
 ATTENTION = re.compile("(?<!log)_softmax|bmm|flash|fmha")
 PRODUCT = re.compile("mm$|gemm|nvjet|cutlass|xmma")
 NO_KERNEL = re.compile("^## Call|Torch-Compiled|CompiledFunction|TorchDynamo|AOTDispatcher|^cuda")
 
 
 def median_seconds(function, times, device):
-    """Of one call, with what it has queued on a GPU."""
+    """Times one call, with what it queues on a GPU."""
     import torch
 
     seconds = []
@@ -46,7 +46,7 @@ def median_seconds(function, times, device):
 
 
 def measured_peak(device, dtype):
-    """FLOP/s of a large matrix product, here and now."""
+    """Measures the FLOP/s of a large matrix product."""
     import torch
 
     size = 8192 if device.type == "cuda" else 2048
@@ -55,7 +55,7 @@ def measured_peak(device, dtype):
 
 
 def where_time_goes(subject, steps):
-    """{part of a step: milliseconds}, while the profiler looks on, which itself takes some."""
+    """{part of a step: milliseconds}, including the profiler's own time."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -96,7 +96,7 @@ def where_time_goes(subject, steps):
 
 
 def loader_milliseconds(subject):
-    """Of the batches of a step, from the prepared text."""
+    """Times loading a step's batches of prepared text."""
     prepare = sys.modules["prepare"]
     tokenizer = prepare.Tokenizer.from_directory()
     batches = prepare.make_dataloader(tokenizer, subject.rows, prepare.MAX_SEQ_LEN)
@@ -104,7 +104,7 @@ def loader_milliseconds(subject):
 
 
 def print_profile(args):
-    # Names the kernels of a CPU; they are compiled anew for it.
+    # Gives CPU kernels names; they are compiled anew for it.
     os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
     os.environ["KINETO_LOG_LEVEL"] = "6"  # or the profiler prints two lines each time
     import torch
@@ -136,7 +136,7 @@ def print_profile(args):
 
 # ---- Attention ----
 def forward_and_backward(attend, q, k, v, grad, window):
-    """The output and three gradients."""
+    """Returns the output and three gradients."""
     import torch
 
     out = attend(q, k, v, window)
@@ -183,7 +183,7 @@ def measure_attention(train, rows, windows, steps):
                     steps,
                     device,
                 )
-            except Exception as failure:  # anything may come from a foreign kernel
+            except Exception as failure:  # a foreign kernel may raise anything
                 reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
                 print(f"{name}: {reason[:160]}")
                 break

@@ -1,22 +1,22 @@
 """
-Settings of the knobs one after another: how the small profile's values were found.
+Trains settings of the knobs one by one; this found the small profile's values.
 
     uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048"
     uv run benchmarks/sweep.py --seconds 300 --seeds 42 43 "" "WINDOW_PATTERN='SSSL'"
     uv run benchmarks/sweep.py --steps 1200 --jobs 2 "" "DEPTH=3 ASPECT_RATIO=64 @1.21"
     uv run benchmarks/sweep.py --random 24 --log /tmp/search.jsonl    # as many random ideas
 
-A setting is a list of KNOB=value, "" for train.py as it is. Each is a one-line substitution in a
+A setting is a list of KNOB=value, "" for train.py as it is. Each knob is one line substituted in a
 copy of train.py. The ratio is that of val_bpb to the first setting's at the same seed.
 
-On a machine whose speed moves, a fixed time measures the machine too. With --steps each run takes
-so many optimizer steps, however long they take, times the number after the @: how many steps the
-setting takes while the first one takes one, as compare.py --steps measures it. So it matters
-neither what else computes nor how many runs go on at once, --jobs.
+On a machine whose speed changes, a fixed time measures the machine too. With --steps each run takes
+that many optimizer steps, however long they take, times the number after the @: how many steps the
+setting takes while the first one takes one, as compare.py --steps measures it. So neither other
+programs nor the number of runs at once (--jobs) matter.
 
-Random search is what a night of an agent's ideas is compared with. An idea draws one or two knobs
-of the best setting anew, from the ranges below, which were written down before the first run; lower
-wins. Each run is a line of the log; a search that was cut off goes on from there.
+Random search is the baseline for a night of an agent's ideas. An idea draws new values for one or
+two knobs of the best setting, from the ranges below, which were written down before the first run;
+lower wins. Each run is a line of the log; a search that was cut off goes on from there.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from benchmarks.common import (
 
 import numpy as np
 
-COLUMNS = {  # key of a record: how it is printed
+COLUMNS = {  # key of a record: format
     "val_bpb": ".4f",
     "ratio": ".4f",
     "num_steps": "d",
@@ -54,7 +54,7 @@ COLUMNS = {  # key of a record: how it is printed
     "seed": "d",
     "setting": "",
 }
-TIMED = {  # text of train.py: the same by steps
+TIMED = {  # text of train.py: its replacement by steps
     "progress = min(elapsed() / TIME_BUDGET, 1.0)": "progress = step / {steps}",
     "int((TIME_BUDGET - elapsed()) / seconds)": "{steps} - step",
 }
@@ -62,7 +62,7 @@ LONG = 6 * 3600  # seconds, a budget that no run by steps reaches
 
 
 def split(argument):
-    """(setting, its steps while the first setting takes one) of an argument."""
+    """Returns an argument's setting, and its steps while the first takes one."""
     knobs = []
     factor = 1.0
     for word in argument.split():
@@ -76,7 +76,7 @@ def split(argument):
 
 
 def run(job, seconds, steps, jobs):
-    """The record of a run at a seed, or the RunError."""
+    """Runs a setting; returns the record or the RunError."""
     argument, seed = job
     setting, factor = split(argument)
     environment = {"SEED": seed}
@@ -113,8 +113,8 @@ def print_sweep(args):
 
 
 # ---- Random search ----
-# How a knob of the small profile is drawn: evenly, evenly in the logarithm, as a power of two, or
-# from a list.
+# The small profile's knobs are drawn evenly, evenly in the logarithm, as powers of two, or from a
+# list.
 RANGES = {
     "DEPTH": ("of", 1, 2, 3, 4, 5, 6, 8),
     "ASPECT_RATIO": ("of", 16, 32, 48, 64, 96, 128, 192),
@@ -137,7 +137,7 @@ RANGES = {
 
 
 def draw(knob, rng):
-    """A value of the knob, at most three digits of it."""
+    """Draws a knob's value; floats get three digits."""
     kind, *limits = RANGES[knob]
     if kind == "of":
         return limits[rng.integers(len(limits))]
@@ -159,13 +159,13 @@ def next_idea(best, number):
 
 
 def as_setting(knobs):
-    """What common.substitute takes."""
+    """Text for common.substitute."""
     return " ".join(f"{knob}={value}" for knob, value in knobs.items())
 
 
 def better_of_two(run):
-    """The record of what `run()` returns, Finished; if it is flagged, `run` is called once more, and
-    the record with more steps counts. Raises RunError."""
+    """Returns the record of `run()`, a Finished; if it is flagged, calls `run` once more and
+    returns the record with more steps. Raises RunError."""
     first = run().record
     if first["integrity"] == "ok":
         return first
@@ -173,7 +173,7 @@ def better_of_two(run):
 
 
 def run_knobs(knobs, seconds):
-    """What a run gave."""
+    """Trains with these knobs."""
     with tempfile.TemporaryDirectory() as folder:
         copy_scripts(folder, as_setting(knobs))
         try:
@@ -237,7 +237,7 @@ def main():
     if args.jobs > 1 and not args.steps:
         parser.error("--jobs is for --steps: runs that share a machine share their seconds")
     source = (ROOT / "train.py").read_text()
-    for argument in args.settings:  # a misspelt one shall not end the sweep in its last hour
+    for argument in args.settings:  # so that a misspelt one cannot end the sweep in its last hour
         setting, _ = split(argument)
         substitute(source, setting)
     print_sweep(args)
