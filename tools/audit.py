@@ -1,11 +1,11 @@
 """
-What a night gained: its commits trained again in turn, in clean copies, at seeds it never used.
+Measures a night's gain: trains its commits again, in clean copies, at seeds it never used.
 
     uv run tools/audit.py .                        # baseline and last keep, three seeds
     uv run tools/audit.py . --keeps --seeds 300    # each keep beside the one before it
 
-Each run is one of tools/rerun.py in the folder of the night and a line in its audit.jsonl: an audit
-that was cut off goes on from there, and tries again what had no score.
+Each run calls tools/rerun.py in the night's folder and adds a line to its audit.jsonl. An audit
+that was cut off goes on from there, and repeats runs without a score.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from pathlib import Path
 import numpy as np
 
 SECONDS = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
-SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "integrity")  # of a record
+SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "integrity")  # keys of a record
 
 
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
 
 
 def read_log(path):
-    """A dictionary per row of results.tsv. A header may name other columns than COLUMNS; the last
-    one may hold tabs. Prints the lines that are left out."""
+    """Returns a dictionary per row of results.tsv. A header may name other columns than COLUMNS;
+    the last may hold tabs. Prints the lines that it leaves out."""
     columns = COLUMNS
     rows = []
     for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
@@ -45,13 +45,13 @@ def read_log(path):
 
 
 def kept_commits(log):
-    """The commits that a log keeps, in their order, the baseline's first."""
+    """The kept commits of a log in order, the baseline's first."""
     kept = [row["commit"] for row in read_log(log) if row["status"] == "keep"]
     return list(dict.fromkeys(kept))
 
 
 def rerun(folder, commit, seed):
-    """The line of audit.jsonl on a new run; without a score val_bpb is NaN."""
+    """Trains a commit. Returns its line of audit.jsonl; no score is NaN."""
     with tempfile.TemporaryDirectory() as runs:
         command = [sys.executable, "tools/rerun.py", commit]
         environment = os.environ | {"SEED": str(seed), "AUTORESEARCH_RUNS": runs}
@@ -101,7 +101,7 @@ def train_in_turn(folder, commits, seeds):
 
 
 def mean_gain(gains):
-    """Their mean as text, with its standard error over the seeds if there is more than one."""
+    """The mean as text, with its standard error if there is more than one seed."""
     text = f"{np.mean(gains):.4f}"
     if len(gains) > 1:
         text += f" +- {np.std(gains, ddof=1) / math.sqrt(len(gains)):.4f}"
