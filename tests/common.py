@@ -1,4 +1,4 @@
-"""What several test files need: the environment of the suite, made-up corpora, real runs."""
+"""Helpers for several test files: the suite's environment, made-up corpora, real runs."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Before prepare.py is imported, which reads its environment once.
+# Set before prepare.py is imported, which reads it once.
 CACHE = Path(tempfile.mkdtemp(prefix="autoresearch-tests-"))
 for name in "SEED AUTORESEARCH_TIME_BUDGET AUTORESEARCH_RUNS HF_ENDPOINT HF_HUB_OFFLINE".split():
     os.environ.pop(name, None)
@@ -20,7 +20,7 @@ os.environ |= {
     "AUTORESEARCH_PROFILE": "small",
     "AUTORESEARCH_CACHE": str(CACHE),
     "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",  # threads that compete for a core cost up to 13 times
+    "OMP_NUM_THREADS": "1",  # threads that compete for a core take up to 13 times as long
     "PYTHONPATH": str(ROOT),
 }
 
@@ -30,7 +30,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 # ---- Corpora ----
 def make_texts(count, seed=0, words=120):
-    """Documents that look like English; accents, digits and blanks try the byte counts."""
+    """Documents that look like English; accents, digits and blanks test the byte counts."""
     rng = random.Random(1234)
     letters = "abcdefghiklmnoprstuvw"
     stems = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(60)]
@@ -45,7 +45,7 @@ def write_parquet(path, texts, column="text", kind=None):
 
 
 def make_corpus(folder, train=(1500, 1500), val=600):
-    """A folder of shards as --data-dir takes it."""
+    """Fills a folder of shards for --data-dir."""
     for i, count in enumerate((*train, val)):
         write_parquet(folder / f"shard_{i:05d}.parquet", make_texts(count, seed=i))
     return folder
@@ -53,8 +53,8 @@ def make_corpus(folder, train=(1500, 1500), val=600):
 
 # ---- Processes ----
 def run_script(script, *args, cwd=ROOT, prefix=(), stdin=None, **environment):
-    """A fresh process, without the variables that are None. Returns it finished, with all that it
-    said in `output`."""
+    """Runs a fresh process, without the variables that are None. Its `output` is all that it
+    printed."""
     command = [*prefix, sys.executable, str(script), *map(str, args)]
     merged = os.environ | environment
     merged = {key: str(value) for key, value in merged.items() if value is not None}
@@ -65,7 +65,7 @@ def run_script(script, *args, cwd=ROOT, prefix=(), stdin=None, **environment):
     return done
 
 
-# As train.py to the ruler. It goes on when its stdin has a line.
+# The ruler sees it as a train.py. A line on stdin lets it go on.
 LITTLE = """
 import prepare, torch
 next(prepare.make_dataloader(None, 4, 64))
@@ -77,7 +77,7 @@ prepare.evaluate_bpb(torch.nn.Embedding(size, size), None, 32)
 
 
 def substitute(source, knobs):
-    """The source of train.py with each knob's line changed, as an agent changes it."""
+    """The source of train.py with each knob's line changed, as an agent does it."""
     for name, value in knobs.items():
         line = re.compile(rf"^({name}\s*=).*?(\s*#.*)?$", re.M)
         source, count = line.subn(rf"\1 {value}\2", source, count=1)
@@ -97,8 +97,8 @@ TINY = {
 
 
 def edited(folder, replace=(), **knobs):
-    """A folder with the scripts, the knobs of train.py changed and then the `replace` texts, pairs
-    (old, new). Returns the path of train.py."""
+    """Copies the scripts into a folder, changes knobs of train.py and then the `replace` texts,
+    pairs (old, new). Returns the path of train.py."""
     shutil.copytree(ROOT / "tools", folder / "tools")
     shutil.copy(ROOT / "prepare.py", folder)
     source = substitute((ROOT / "train.py").read_text(), TINY | knobs)
@@ -110,7 +110,7 @@ def edited(folder, replace=(), **knobs):
 
 
 def train(script, seconds=1, prefix=(), **environment):
-    """A run of train.py, with its `records`."""
+    """Runs train.py; the result has `records`."""
     runs = script.parent / "runs"
     own = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
     done = run_script(script, cwd=script.parent, prefix=prefix, **own)

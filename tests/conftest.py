@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a prepared cache, a ruler as a new process finds it."""
+"""Fixtures for all tests: a prepared cache, a ruler as a new process finds it."""
 
 from tests.common import CACHE, ROOT, make_corpus, run_script  # first: it sets the environment
 
@@ -47,8 +47,8 @@ def own_cache(cache, tmp_path, monkeypatch):
 
 @pytest.fixture
 def fresh_run(monkeypatch):
-    """The ruler as a new process finds it: nothing started, nothing scored. Runs of several tests
-    share a script, pytest: its folder is not locked."""
+    """The ruler as a new process finds it: nothing started, nothing scored. All tests run in one
+    script, pytest, so its folder is not locked."""
     monkeypatch.setattr(prepare, "_run", prepare.Run())
     monkeypatch.setattr(prepare, "_imported", prepare._now())
     monkeypatch.setattr(prepare, "lock", lambda folder: True)

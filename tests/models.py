@@ -1,4 +1,4 @@
-"""Made-up rows and the small models with random weights that the metric is tried on."""
+"""Made-up rows and small models with random weights, for tests of the metric."""
 
 import math
 
@@ -19,7 +19,7 @@ def make_rows():
 
 
 class Tiny(nn.Module):
-    """One block of causal attention, with a place where a variant may reach in."""
+    """One block of causal attention; a variant may change `mix`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each back-end of attention beside the definition, and how a run comes by one."""
+"""Compares attention back-ends with the definition, and tests how a run gets one."""
 
 import inspect
 import math
@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 CPU = torch.device("cpu")
 
 
-# ---- What a back-end computes ----
+# ---- Results of back-ends ----
 def masked_softmax(q, k, v, window):
     """The definition: query i sees the keys j with 0 <= i - j <= window; head h of the queries
     reads head h // group of the keys and values."""
@@ -95,7 +95,7 @@ def test_rounding_to_bf16_passes(attend):
     train.probe_attention(attend, CPU, torch.bfloat16, PROBED)
 
 
-# ---- How a run comes by one ----
+# ---- Choosing a back-end ----
 def load_nothing():
     raise ImportError("no such\nmodule")
 
@@ -114,7 +114,7 @@ def test_the_first_back_end_that_passes_the_probe_is_taken(monkeypatch, capsys):
     assert second.startswith("attention: not wrong: RuntimeError: forward is off by ")
 
 
-def test_what_is_forced_is_taken_or_ends_the_run(monkeypatch, capsys):
+def test_a_forced_back_end_is_taken_or_ends_the_run(monkeypatch, capsys):
     set_knobs(monkeypatch, ATTENTION="sdpa")
     assert train.choose_attention(CPU, torch.float32, PROBED)[0] == "sdpa"
     set_knobs(monkeypatch, ATTENTION="fa3")
@@ -127,7 +127,7 @@ def test_what_is_forced_is_taken_or_ends_the_run(monkeypatch, capsys):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hopper GPU and a kernel hub: how it was asked, and how its kernel was called."""
+    """A Hopper GPU, and a kernel hub that notes what it and its kernel are asked."""
     snapshot = tmp_path / "hub" / "snapshots" / "0123abcdef"
     build = snapshot / "build" / "flash_attn3"
     build.mkdir(parents=True)
@@ -172,10 +172,10 @@ def test_a_gpu_gets_the_fastest_that_it_can_run(hub, monkeypatch, device, capabi
     assert name == taken
 
 
-# ---- What the packages take ----
+# ---- Calls into packages ----
 @pytest.mark.parametrize("alone", [False, True])
 def test_fa3_is_called_as_its_interface_says(hub, alone):
-    """Rows of 6 tokens: a window of 5 covers them. The output may come alone."""
+    """A window of 5 covers rows of 6 tokens. The output may come alone."""
     both = hub.module.flash_attn_func
     if alone:
         hub.module.flash_attn_func = lambda *qkv, **options: both(*qkv, **options)[0]
@@ -217,4 +217,4 @@ def test_varlen_gets_rows_end_to_end_and_a_window_to_the_left(monkeypatch):
     for window in (2, 4, 5, 6):
         got = train.load_varlen()(q, k, v, window)
         torch.testing.assert_close(got, masked_softmax(q, k, v, window))
-    assert windows == [2, 4, -1, -1]  # what covers the row is written as -1
+    assert windows == [2, 4, -1, -1]  # a window that covers the row becomes -1

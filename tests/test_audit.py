@@ -1,4 +1,4 @@
-"""tools/audit.py: what a night gained."""
+"""tools/audit.py measures a night's gain."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from tools import audit
 
 import pytest
 
-# A tools/rerun.py that gives a commit a score by its name.
+# A tools/rerun.py that scores a commit by its name.
 FAKE = """
 import json, os, sys
 [commit] = sys.argv[1:]
@@ -31,7 +31,7 @@ leak\t0.1\t1.0\tinvalid\tof an older log
 torn"""
 
 
-# As a fork, an editor and Windows may leave it.
+# A log as a fork, an editor and Windows may leave it.
 ODD_LOG = (
     "\ufeffcommit\tval_bpb\tmemory_gb\tmfu\tsteps\tstatus\tseconds\tdescription\r\n"
     "base\t0.9\t1\t40\t7\tKeep \t300\tbaseline\n"
@@ -49,7 +49,7 @@ def night(tmp_path):
 
 @pytest.fixture
 def call(night, monkeypatch, capsys):
-    """What the command prints, and the runs it made so far."""
+    """Calls main; returns output and all runs so far."""
 
     def call_main(*args):
         monkeypatch.setattr(sys, "argv", ["audit", str(night), *map(str, args)])
@@ -59,7 +59,7 @@ def call(night, monkeypatch, capsys):
     return call_main
 
 
-def test_baseline_and_last_keep_in_turn_and_goes_on(call, monkeypatch):
+def test_baseline_and_last_keep_are_trained_in_turn(call, monkeypatch):
     out, calls = call("--seeds", 200, 201)
     assert calls == [f"{commit} {seed}" for seed in (200, 201) for commit in ("base", "best")]
     assert out.endswith("\ngain of best over base: 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
@@ -68,10 +68,10 @@ def test_baseline_and_last_keep_in_turn_and_goes_on(call, monkeypatch):
     assert len(calls) == 6  # seed 202 was added
     assert "gain of best over base: 0.0400 +- 0.0058\n" in out
     monkeypatch.setattr(audit, "SECONDS", 6)
-    assert len(call()[1]) == 12  # runs of another budget are none of these
+    assert len(call()[1]) == 12  # another budget's runs do not count
 
 
-def test_each_keep(call):
+def test_each_keep_has_a_gain(call):
     out, _ = call("--keeps", "--seeds", 200)
     assert "gain of worse over base: -0.0100\n" in out
     assert "gain of best over worse: 0.0400\n" in out
@@ -79,7 +79,7 @@ def test_each_keep(call):
 
 
 def test_an_odd_log_is_read_as_the_notebook_reads_it(call, night):
-    """By the names of its header; a byte that is no UTF-8, blanks and capitals do no harm."""
+    """Its header names the columns; odd bytes, blanks and capitals do no harm."""
     content = ODD_LOG.encode().replace(rb"\xe9", b"\xe9")
     (night / "results.tsv").write_bytes(content)
     rows = audit.read_log(night / "results.tsv")
@@ -101,7 +101,7 @@ def test_a_run_without_a_score_is_named_and_tried_again(call, night, capsys):
     assert [run["commit"] for run in kept] == ["base", "broken", "broken"]
 
 
-def test_a_night_without_a_keep(call, night):
+def test_a_night_without_a_keep_is_refused(call, night):
     (night / "results.tsv").write_text("".join(LOG.splitlines(keepends=True)[:2]))
     with pytest.raises(SystemExit, match="no keep beside the baseline"):
         call()

@@ -1,5 +1,5 @@
-"""The commands in benchmarks/ on tiny shapes: their tables are there, and what they compare is the
-same thing."""
+"""Runs the commands in benchmarks/ on tiny shapes: they print tables, and the ways that they
+compare agree."""
 
 import gc
 import math
@@ -20,8 +20,8 @@ SETTING = [f"{name}={value}" for name, value in TINY.items()]
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Calls a benchmark's main with arguments, without compilation; returns the rows of its tables
-    as {first column: the others} and all that it printed."""
+    """Calls a benchmark's main without compilation; returns the rows of its tables as
+    {first column: the others}, and all that it printed."""
     torch.compiler.set_stance("force_eager")
 
     def call_main(module, *args):
@@ -41,7 +41,7 @@ def call(monkeypatch, capsys):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """This prepare.py and train.py for what imports them, with small knobs that are put back."""
+    """Gives importers this prepare.py and train.py, with small knobs that are put back."""
     monkeypatch.setattr(step, "import_train", lambda: train)
     for name in TINY:
         monkeypatch.setattr(train, name, getattr(train, name))
@@ -111,7 +111,7 @@ def test_steps_in_turn(call, monkeypatch):
         (leaks.after(np.array([8])), [[0, 1], [2, 3]]),
     ],
 )
-def test_what_leaks(leak, seen):
+def test_leaks_show_the_tokens_that_they_should(leak, seen):
     idx = torch.tensor([[8, 9, 8, 8]])
     assert leak(idx).view(4, 4).nonzero().tolist() == seen
 
@@ -146,7 +146,7 @@ pathlib.Path(os.environ["AUTORESEARCH_RUNS"], "a.json").write_text(json.dumps(re
 
 @pytest.fixture
 def fakes(tmp_path):
-    """Two folders whose scripts write into a log that they ran, and how train.py ends."""
+    """Two folders whose scripts log that they ran; train.py may fail."""
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
         source = FAKE.format(name=name, log=str(tmp_path / "log"))
@@ -165,7 +165,7 @@ def test_runs_in_turn(call, fakes):
     seeds = (42, 43, 44)
     assert log[4:] == [f"{side} train.py {seed}" for seed in seeds for side in compare.SIDES]
     assert "exit 1: error: no luck" in output
-    assert "2 pairs of 1 s" in output  # the second is left out
+    assert "2 pairs of 1 s" in output  # the second pair is left out
     assert table["tokens_per_second"] == ["1000", "1250", "1.250", "1.250", "1.250"]
     assert "data differs, before and after" in output
 
@@ -203,7 +203,7 @@ def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypat
     ],
 )
 def test_the_simulated_nights_stay_the_same(rule, gains):
-    """Numbers in texts were made by them. A few nights would leave out some of the rule."""
+    """Texts quote their numbers. With fewer nights parts of the rule would not run."""
     for night, gain in zip(protocol.NIGHTS.values(), gains, strict=True):
         found = [protocol.true_gain(rule, night, number) for number in range(30)]
         assert np.mean(found) == pytest.approx(gain, abs=0.005)

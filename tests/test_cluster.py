@@ -1,4 +1,4 @@
-"""cluster/: each script by itself, and a sweep on a real Slurm of one node (marked `cluster`)."""
+"""Tests of cluster/: each script by itself, and a sweep on a one-node Slurm (marked `cluster`)."""
 
 import json
 import os
@@ -38,7 +38,7 @@ sys.exit(int(os.environ["SEED"]))
 
 
 def call(*command, **environment):
-    """A finished command. A Slurm that these tests may themselves run in stays out of it."""
+    """Runs a command, without the variables of a Slurm in which these tests may run."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     return subprocess.run(
         [str(part) for part in command],
@@ -50,7 +50,7 @@ def call(*command, **environment):
 
 
 def parse(output):
-    """The rows of the tasks and those of the commits, each a dict."""
+    """Returns the rows of tasks and of commits, as dicts."""
     tables = []
     for table in output.split("\n\n"):
         names, *rows = (re.split(r"  +", line.strip()) for line in table.splitlines())
@@ -69,7 +69,7 @@ def repo(tmp_path):
 
 # ---- One task ----
 def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, tmp_path):
-    """Task 3 of four. The others have another seed."""
+    """Runs task 3. The others have another seed."""
     (repo / "train.py").write_text(FAKE_TRAIN)
     commit(repo)
     (repo / "train.py").write_text("what is not committed does not run")
@@ -98,7 +98,7 @@ def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, tmp_path):
 
 # ---- The table ----
 def write_task(folder, number, exit_code=None, log=True, **record):
-    """What a task leaves in its sweep's folder. Tasks 0 to 2 are of commit a1, others of b1."""
+    """Leaves a task's files in the sweep's folder. Tasks 0 to 2 have commit a1, others b1."""
     commit = "a1" if number < 3 else "b1"
     seed = 42 + number % 3
     with (folder / "tasks.tsv").open("a") as file:
@@ -113,7 +113,7 @@ def write_task(folder, number, exit_code=None, log=True, **record):
 
 
 def test_the_table_has_a_row_for_every_task(repo, tmp_path):
-    """With a Slurm whose squeue knows some of the tasks."""
+    """Slurm's squeue still knows some of the tasks."""
     squeue = tmp_path / "squeue"
     squeue.write_text("#!/bin/sh\necho '4 FAILED\n7 PENDING\n8 COMPLETING'\n")
     squeue.chmod(0o755)
@@ -164,7 +164,7 @@ def wait_until(condition, seconds):
 
 @pytest.fixture
 def say(tmp_path):
-    """Runs a command on a Slurm of this test, with runs of 20 seconds."""
+    """Runs a command on this test's Slurm; runs train for 20 seconds."""
     script = CLUSTER / "local_slurm.sh"
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     own = {"AUTORESEARCH_TIME_BUDGET": "20", "SLURM_CONF": str(folder / "slurm.conf")}
@@ -225,5 +225,5 @@ def test_a_sweep_on_a_real_slurm(repo, say, cache, tmp_path):
         assert row["finished"] == "2"
         assert row["std"] != "-"
 
-    (folder / "job").unlink()  # what the files alone tell, once Slurm has forgotten
+    (folder / "job").unlink()  # once Slurm has forgotten, only the files tell
     assert parse(say(sweep, "--collect", folder).stdout) == [tasks, commits]

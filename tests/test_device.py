@@ -1,4 +1,4 @@
-"""The device and the profile that a run gets, by stand-ins for those that are not here."""
+"""The device and profile that a run gets, with stand-ins for absent hardware."""
 
 import runpy
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_a_run_gets_the_best_device_and_its_profile(monkeypatch, card, mps, vari
 # ---- A GPU that torch cannot use ----
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
-    """One of NVIDIA's."""
+    """An NVIDIA driver is there."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(prepare, "DRIVERS", (str(tmp_path / "none"), __file__))
 
@@ -48,7 +48,7 @@ def driver(monkeypatch, tmp_path):
 def test_a_driver_without_a_usable_gpu_ends_both_commands_at_once(
     driver, fresh_run, monkeypatch, capsys, tmp_path, command, device
 ):
-    """A night on the CPU beside the GPU would be the surprise."""
+    """Nobody expects a night on the CPU of a GPU machine."""
     monkeypatch.setattr(prepare, "PREPARED", tmp_path / "small")
     monkeypatch.setattr(prepare, "DEVICE", torch.device(device))
     assert "torch cannot use the GPU here" in refusal(capsys, *command)
@@ -77,12 +77,12 @@ def test_a_gpu_may_be_hidden_but_not_too_old(
         assert "CUDA_VISIBLE_DEVICES" in refusal(capsys, prepare.check_device)
 
 
-# ---- What is done on it ----
+# ---- Peak memory ----
 @pytest.mark.parametrize(
     ("device", "platform", "unit"),
     [("cuda", "linux", None), ("cpu", "linux", 2**10), ("mps", "darwin", 1)],
 )
-def test_peak_memory_is_what_torch_counted_on_a_gpu_and_else_the_process_s(
+def test_peak_memory_is_torch_s_count_on_a_gpu_otherwise_the_process_s(
     cache, fresh_run, monkeypatch, tmp_path, capsys, device, platform, unit
 ):
     """Linux counts in kilobytes, macOS in bytes."""

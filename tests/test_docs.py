@@ -1,5 +1,4 @@
-"""README.md and program.md say what exists, and the commands that an agent copies do what they are
-there for."""
+"""README.md and program.md name what exists, and the commands that an agent copies do their job."""
 
 import os
 import re
@@ -20,7 +19,7 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", PROGRAM, re.S)
 
 
 def block(words):
-    """The one that holds them."""
+    """The block with these words."""
     [found] = [text for text in BLOCKS if words in text]
     return found
 
@@ -28,7 +27,7 @@ def block(words):
 # ---- Names ----
 def test_every_key_that_the_protocol_reads_is_printed():
     keys = [*NINE, *OTHERS, "tokens_per_second", "integrity"]
-    # Beside keys: start, train.py, the shell, stop.
+    # Besides keys: start, train.py, the shell and fail print these.
     printed = [*keys, *"run note attention continuing exit FAIL error".split(), "out of memory"]
     for words in re.findall(r"grep -E '\^\((.*?)\)'", PROGRAM):
         for word in words.split("|"):
@@ -73,7 +72,7 @@ def test_a_clone_that_turns_lines_into_crlf_is_the_same(tmp_path):
 
 
 # ---- The README's sandbox ----
-# Prints what can be written, and last what cannot. As the real one, it mounts at no symbolic link.
+# Prints what can be written, and last what cannot. Like the real one, it refuses symbolic links.
 BWRAP = """
 import os, sys
 words = sys.argv[1:sys.argv.index("--")]
@@ -143,7 +142,7 @@ print("integrity: ok")
 """
 
 
-# A human's ~/.gitconfig: each of these breaks a command that says nothing about it.
+# A human's ~/.gitconfig: each line breaks a command that does not undo it.
 SETTINGS = """
 [commit]
     gpgSign = true
@@ -167,8 +166,7 @@ SETTINGS = """
 @pytest.fixture
 def shell(tmp_path, cache):
     """Runs a block in a repository with a space in its path, under a human's settings, and returns
-    what it prints, without colors. As uv does it, `uv run` writes a lock file, which git must not
-    list."""
+    what it prints, without colors. Like uv, `uv run` writes a lock file that git must not list."""
     repo = tmp_path / "a night"
     tools = tmp_path / "bin"
     for folder in (repo / "tools", tools):
@@ -213,7 +211,7 @@ def tip(shell):
 
 
 def change(shell, words):
-    """An experiment's commit, as the program says."""
+    """Commits as program.md says; returns the hash."""
     [command] = re.findall(r"`(git commit -qm .*?)`", PROGRAM)
     shell(f"echo '# {words}' >> train.py")
     shell(command.replace("short window 16", words))
@@ -260,7 +258,7 @@ def test_log_keep_and_discard(shell):
     assert lines[0].split("\t") == ["commit", "val_bpb", "memory_gb", "status", "description"]
     assert len(lines) == 4 and all(line.count("\t") == 4 for line in lines)
     assert lines[1].startswith(f"{kept}\t0.914700\t1.2\tkeep\tshort window 16")
-    # Both together:
+    # The discard, applied to best:
     [apply] = re.findall(r"`(git [^`]*COMMIT .*?)`", PROGRAM)
     (shell.repo / "prepare.py").write_bytes((ROOT / "prepare.py").read_bytes())
     shell(apply.replace("COMMIT", tried))

@@ -1,5 +1,4 @@
-"""ClimbMix from a local HTTP server through HF_ENDPOINT: what is whole is kept, what is not never
-is."""
+"""ClimbMix comes from a local HTTP server through HF_ENDPOINT: only whole files are kept."""
 
 import contextlib
 import threading
@@ -20,7 +19,7 @@ ENOUGH = ("--num-shards", 2)
 
 
 class Hub:
-    """Serves shards; `faults` {shard: function(attempt)} may return another (status, body, length
+    """Serves shards. `faults`, {shard: function(attempt)}, may give another (status, body, length
     to announce)."""
 
     def __init__(self, shards):
@@ -77,7 +76,7 @@ def whole(shards):
 
 
 # ---- Downloads ----
-def test_only_what_is_not_whole_is_fetched(hub, shards, tmp_path):
+def test_whole_shards_are_not_fetched_again(hub, shards, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/shard_00001.parquet").write_bytes(shards["shard_00001.parquet"][:-100])
     for _ in range(2):
@@ -102,12 +101,12 @@ def test_faults_that_pass_are_overcome(hub, shards, tmp_path):
     assert contents(tmp_path) == whole(shards) and hub.requests["shard_00000.parquet"] == 3
 
 
-def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(hub, shards, tmp_path, capsys):
+def test_an_unavailable_shard_is_named_and_the_others_are_kept(hub, shards, tmp_path, capsys):
     name = "shard_00001.parquet"
     others = whole({other: shards[other] for other in ("shard_00000.parquet", VAL)})
 
     def fault(attempt):
-        """Not before the others are there."""
+        """Waits until the others are there."""
         while True:
             with contextlib.suppress(FileNotFoundError):  # renamed while it was read
                 if others.items() <= contents(tmp_path).items():
@@ -118,7 +117,7 @@ def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(hub, shards, tm
     hub.faults[name] = fault
     error = refusal(capsys, run_prepare, *ENOUGH)
     assert name in error and "(HTTPError: 404" in error and "or use --corpus python" in error
-    assert "/datasets/" in error  # the end of what requests says
+    assert "/datasets/" in error  # the end of requests' message
     assert hub.requests[name] == len(prepare.WAITS)
     assert contents(tmp_path) == others  # nothing half-done is left behind
     hub.faults = {}
@@ -135,7 +134,7 @@ def test_a_shard_that_cannot_be_had_is_named_and_the_others_kept(hub, shards, tm
         ("HTTPS_PROXY", "socks5://127.0.0.1:9", "Missing dependencies for SOCKS"),
     ],
 )
-def test_the_cause_of_a_failed_download_is_told(hub, monkeypatch, capsys, variable, value, cause):
+def test_a_failed_download_names_its_cause(hub, monkeypatch, capsys, variable, value, cause):
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
     monkeypatch.setenv(variable, value)
     error = refusal(capsys, run_prepare, *ENOUGH)

@@ -14,7 +14,7 @@ import train
 
 
 def test_importing_does_nothing(tmp_path):
-    """Of train.py, and so of prepare.py: no file, no line, no process, no connection."""
+    """The import, prepare.py's included, makes no file, line, process or connection."""
     own = {"HOME": tmp_path, "PATH": "", "AUTORESEARCH_CACHE": None}
     done = run_script("-c", IMPORT, cwd=tmp_path, **own)
     assert done.returncode == 0 and not done.output, done.output

@@ -1,4 +1,4 @@
-"""initialise sets everything, by its table."""
+"""initialise sets everything as its table says."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def test_initialisation_follows_the_table(monkeypatch):
     for name, weight in model.named_parameters():
         if re.search(r"\.(out|down|gate)\.", name):
             assert not weight.any()
-        elif "." in name.removesuffix(".weight"):  # a table of values or a matrix in a block
+        elif "." in name.removesuffix(".weight"):  # a value table or a matrix in a block
             assert 0.9 * s < weight.max() <= s
             assert -s <= weight.min() < -0.9 * s
         names.append(name)
@@ -57,7 +57,7 @@ def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
 
 
 def test_the_seed_decides():
-    """That nothing of before remains is in test_warmup."""
+    """test_warmup shows that nothing old remains."""
     first, other = (snapshot(build(tiny(), seed=seed, scramble=False)) for seed in (1, 2))
     for name in ("wte", "lm_head", "blocks.0.mlp.up"):
         assert not torch.equal(first[f"{name}.weight"], other[f"{name}.weight"])

@@ -1,4 +1,4 @@
-"""What train.py derives from its knobs, and how a run is called."""
+"""Values that train.py derives from knobs, and its arguments."""
 
 import train
 from tests.tiny import set_knobs

@@ -1,4 +1,4 @@
-"""Loader and clock: what training is served, and what its time counts from."""
+"""Loader and clock: the batches that training gets, and when its time starts."""
 
 import itertools
 import sys
@@ -24,7 +24,7 @@ def test_rows_do_not_depend_on_the_batch_size(cache, fresh_run):
 
 @pytest.mark.parametrize("B", [1, 4])
 def test_batches_are_shifted_fresh_and_begin_with_bos(cache, fresh_run, B):
-    """Inputs and targets share no memory, of a single row neither."""
+    """Inputs and targets share no memory, even with one row."""
     tokenizer = prepare.Tokenizer.from_directory()
     loader = prepare.make_dataloader(tokenizer, B, 64)
     x, y, epoch = next(loader)
@@ -61,7 +61,7 @@ def test_validation_rows_are_not_served():
 
 @pytest.mark.parametrize("file", [None, "<stdin>"])
 def test_the_loader_works_in_a_notebook_and_in_python_on_stdin(cache, fresh_run, monkeypatch, file):
-    """Whose __main__ has no file either."""
+    """Their __main__ has no file."""
     main = types.ModuleType("__main__")
     if file:
         main.__file__ = file

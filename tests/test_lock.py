@@ -1,4 +1,4 @@
-"""pyproject.toml alone, without a lock file, says which versions are installed, whatever the index."""
+"""pyproject.toml alone, without a lock file, fixes all installed versions, whatever the index."""
 
 import importlib.metadata
 import os
@@ -17,8 +17,8 @@ PINS = [*PROJECT["project"]["dependencies"], *sum(PROJECT["dependency-groups"].v
 
 
 def applying(lines, extras=()):
-    """{name: Requirement} of those lines that hold for this machine, this interpreter and one of
-    the extras."""
+    """Returns {name: Requirement} of the lines that hold for this machine, this interpreter and one
+    of the extras."""
     found = {}
     for line in lines:
         one = Requirement(line)
@@ -38,8 +38,8 @@ def test_the_constraints_repeat_every_pin():
 
 
 @pytest.mark.skipif("UV_NO_SYNC" in os.environ, reason="somebody installed other versions by hand")
-def test_whatever_is_needed_is_constrained_and_installed_so():
-    """uv accepts a new dependency without a constraint: its version would then depend on the day."""
+def test_every_package_is_constrained_and_installed_so():
+    """uv accepts a dependency without a constraint, whose version then depends on the day."""
     installed = {}
     waiting = list(applying([*PINS, *prepare.PACKAGES]).items())
     seen = set()
@@ -55,7 +55,7 @@ def test_whatever_is_needed_is_constrained_and_installed_so():
 
 
 def test_uv_is_told_nothing_else():
-    """Neither an index nor a cut-off date, which not every index can serve. The list ends the file,
-    as the command that writes it anew deletes all that follows."""
+    """Neither an index nor a cut-off date, which some indexes cannot serve, is named. The list is
+    last, because the command that rewrites it deletes all that follows."""
     assert list(UV) == ["package", "constraint-dependencies"]
     assert list(PROJECT["tool"])[-1] == "uv"

@@ -1,4 +1,4 @@
-"""train_step and train: what a step is made of, when the loss is read, which step is the last."""
+"""train_step and train: the parts of a step, when its loss is read, which step is the last."""
 
 import itertools
 import math
@@ -35,17 +35,17 @@ def test_micro_batches_add_up_to_the_batch():
 
 # ---- The loop ----
 class Machine:
-    """In place of the ruler's clock, of the model's steps, whose loss is their number, and of
-    log_step. A step costs `launch` seconds and then the device `cost`; to read a loss is to wait
-    until the device has made it."""
+    """Replaces the ruler's clock, log_step and the model's steps, whose loss is their number. A
+    step takes `launch` seconds and then `cost` seconds of the device; reading a loss waits until
+    the device has made it."""
 
     def __init__(self, monkeypatch, cost, launch=0.0):
         self.cost = cost
         self.launch = launch
         self.now = 0.0
-        self.device = 0.0  # when it is through with all that is queued
+        self.device = 0.0  # when it will have done all that is queued
         self.steps = 0
-        self.queued = []  # steps whose loss is not read yet, whenever one is read
+        self.queued = []  # at each reading of a loss: how many steps follow it
         self.logged = []  # (step, loss, what is shown)
         self.schedules = []  # (progress, step)
         names = ("set_schedules", "train_step", "log_step")
@@ -100,7 +100,7 @@ def test_no_step_ends_late_and_none_is_left_out(monkeypatch, cost, count, on_dev
 )
 def test_all_of_the_budget_is_used_and_the_device_always_has_a_step(monkeypatch, cost, launch):
     machine = Machine(monkeypatch, cost, launch)
-    # A step that was waited for is launched late.
+    # A step that follows a wait is launched late.
     assert 10 - 2 * (cost + launch) < machine.now < 10 + launch + 1e-9
     assert set(machine.queued) <= {0, 1}
     assert machine.queued.count(0) <= 5  # the first and the last are waited for
@@ -124,7 +124,7 @@ def test_a_run_without_batches_of_the_ruler_ends(monkeypatch):
 
 # ---- The share of the card's peak ----
 @pytest.mark.parametrize(("card", "tflops"), [("NVIDIA H100 PCIe", 756), ("NVIDIA L40", None)])
-def test_mfu_is_of_the_whole_run_and_of_no_other_card(monkeypatch, card, tflops):
+def test_mfu_is_that_of_the_whole_run_on_this_card(monkeypatch, card, tflops):
     set_knobs(monkeypatch, elapsed=lambda: 50.0, DEVICE_NAME=card)
     expected = tflops and pytest.approx(100 * 4e15 / 50 / (tflops * 1e12))
     assert train.mfu_percent(4e15) == expected

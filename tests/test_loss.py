@@ -1,4 +1,4 @@
-"""The logits, their cap, and the loss beside its definition."""
+"""The logits, their cap, and the loss by its definition."""
 
 from tests.tiny import build, record_inputs, set_knobs, tiny, tokens
 
@@ -20,8 +20,8 @@ def test_the_loss_is_the_cross_entropy_of_the_logits():
 
 
 def test_a_cap_bends_the_logits(monkeypatch):
-    """Without one they are the products, and the loss has a gradient: a cap of 0, taken for a
-    number, would make all logits 0."""
+    """Without a cap they are the products, and the loss has a gradient: a cap of 0, if applied,
+    would make all logits 0."""
     model = build(tiny())
     model.lm_head.weight.data *= 40
     inputs = record_inputs(model.lm_head)

@@ -1,5 +1,4 @@
-"""The model beside values derived on paper and naive twins, and with each of its parts switched
-off."""
+"""Compares the model with values derived on paper and naive twins, and switches its parts off."""
 
 import importlib.util
 
@@ -15,8 +14,8 @@ import torch.nn.functional as F
 
 # ---- Golden values ----
 def test_the_full_default_has_50_million_parameters(monkeypatch):
-    """In a module of its own: knobs are read once, at import. Per layer 12 * 512^2, 4 gates of
-    32 * 4, 6 tables of V * C, 16 scalars."""
+    """It loads its own module: knobs are read once, at import. A layer has 12 * 512^2; there are 4
+    gates of 32 * 4, 6 tables of V * C, 16 scalars."""
     monkeypatch.setattr(prepare, "PROFILE", "full")
     monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 2048)
     spec = importlib.util.spec_from_file_location("full", ROOT / "train.py")
@@ -36,7 +35,7 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
 
 # ---- Layers ----
 def test_rotation_turns_by_the_position():
-    """Channel d and channel d + D / 2 are the two coordinates of a point that turns."""
+    """Channels d and d + D / 2 are the two coordinates of a point that turns."""
     model = build(tiny())
     x = torch.zeros(1, 32, 1, 32)
     x[..., 3] = 1.0
@@ -48,7 +47,7 @@ def test_rotation_turns_by_the_position():
 
 
 class Attend:
-    """In place of a back-end: notes what it is given."""
+    """Replaces a back-end and notes its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -58,9 +57,9 @@ class Attend:
         return v
 
 
-def test_what_attention_is_given():
-    """Queries and keys rotated and of norm one per channel, sqrt(D) in all; values neither, but
-    with their embedding, times a gate that reads the first channels."""
+def test_attention_gets_the_right_inputs():
+    """Queries and keys are rotated and have norm one per channel, sqrt(D) in all. Values are only
+    given their embedding, times a gate that reads the first channels."""
     attend = Attend()
     model = build(tiny(layers=1), attend=attend)
     attention = model.blocks[0].attention
@@ -89,7 +88,7 @@ def test_grouped_heads_are_heads_whose_keys_and_values_repeat():
     full = build(tiny(heads=4, kv_heads=4, head_dim=16))
 
     def repeated(rows, size):
-        """Each head of `size` rows stands for a group."""
+        """Repeats heads of `size` rows for a group."""
         return rows.unflatten(0, (2, size)).repeat_interleave(2, dim=0).flatten(0, 1)
 
     state = grouped.state_dict()
@@ -107,7 +106,7 @@ def test_grouped_heads_are_heads_whose_keys_and_values_repeat():
 
 # ---- Parts switched off ----
 def test_the_x0_weight_adds_the_embedding_before_the_layer():
-    """With blocks that do nothing, as at the start, the stream is a sum that paper can follow."""
+    """At the start blocks do nothing, so the stream is a sum derived on paper."""
     model = build(tiny(), scramble=False)
     model.resid_lambdas.data = torch.tensor([0.5, 3.0])
     model.x0_lambdas.data = torch.tensor([2.0, 0.25])
@@ -140,7 +139,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_model_with_this_switched_trains(monkeypatch, switch):
-    """Every knob that may be 0 or None."""
+    """Sets each knob that may be 0 or None."""
     shape = {"DEPTH": 3, "ASPECT_RATIO": 32, "HEAD_DIM": 32, "SHORT_WINDOW": 8}
     set_knobs(monkeypatch, **(shape | {"MAX_SEQ_LEN": 32} | SWITCHES[switch]))
     model = build(train.derive_config(61), scramble=False)

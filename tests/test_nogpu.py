@@ -1,5 +1,5 @@
-"""The training step on the CUDA path, traced and lowered for a card that is not there and run on
-fake tensors: benchmarks/nogpu.py, without compiling its kernels."""
+"""Runs benchmarks/nogpu.py without compiling kernels: it traces and lowers the training step for a
+card that is not there, and runs it on fake tensors."""
 
 from types import SimpleNamespace
 
@@ -13,8 +13,7 @@ PEAK = 0.42  # GiB, of a step of 8 rows
 
 @pytest.mark.compile
 def test_a_step_on_a_card_that_is_not_there():
-    """Without a graph break, with the memory that it had, and with arguments that torch's flash
-    attention takes."""
+    """No graph breaks, memory peaks at PEAK, and torch's flash attention takes its arguments."""
     asked = SimpleNamespace(profile="full", rung="varlen", set=SIZES)
     found = nogpu.in_a_process(asked, "sm_86", 8)
     assert found["errors"] == []

@@ -1,4 +1,4 @@
-"""What analysis.ipynb counts, ranks and draws, for many logs. Its cells run as they are."""
+"""Runs analysis.ipynb's cells as they are on many logs: checks counts, ranks and pictures."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ AGAIN = NIGHT + "".join(
 )
 ODD = ["$\\frac{1}{$ and $x^2$", "wide\tand\tdeep", '"unbalanced', "it's <b>100%</b> {0}", "Ω 日"]
 
-# name: (results.tsv, what the notebook makes of it, on paper)
+# name: (results.tsv, results derived on paper)
 LOGS = {
     "night": (
         NIGHT,
@@ -147,7 +147,7 @@ def code_cells():
 
 
 def read(outputs):
-    """What SHOW printed, after nothing went wrong."""
+    """Returns what SHOW printed, if nothing failed."""
     for output in outputs:
         assert output.output_type != "error", output.evalue
         assert output.get("name") != "stderr", output.text
@@ -173,7 +173,7 @@ def test_a_description_is_text(executed):
 
 
 def test_the_recorded_night(executed):
-    """README's picture: its gain, counts and pace are those that the night's README has."""
+    """The gain, counts and pace are those of the night's README."""
     outputs = executed["recorded"][1]
     shown = read(outputs)
     assert shown["title"].startswith("30 experiments, 14 kept: 0.9240 to 0.8658, a gain of 0.0555")

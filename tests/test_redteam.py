@@ -1,9 +1,9 @@
-"""Edits of train.py that are mistaken or out to fool the ruler, each in a real run: what it must
-end with. What a model alone can do is in test_metric.py, what the ruler says of it in test_report.
+"""Real runs of train.py with edits that are mistakes or try to fool the ruler must end as EDITS
+says. test_metric.py covers tricks of a model alone, test_report.py the ruler's verdicts.
 
     uv run pytest -m redteam -s      # prints a table: edit, exit code, score, integrity
 
-A further edit is one more entry of EDITS.
+For a further edit, add an entry to EDITS.
 """
 
 import re
@@ -25,8 +25,8 @@ OVERTIME = r"overtime: \d+\.\d s, over 3\.02(; unsteady: .*)?"
 class Edit:
     replace: list  # pairs (text of train.py, what takes its place)
     code: int  # the exit code
-    says: str  # pattern of `integrity` or, where nothing is printed of it, of the last line
-    best: float = 0.8  # share of the unedited run's score that a score must not fall below
+    says: str  # pattern of `integrity` or, if that is not printed, of the last line
+    best: float = 0.8  # the score must not fall below this share of the unedited run's
 
 
 # Lines of train.py.
@@ -35,7 +35,7 @@ LOADER = "    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)\n"
 STEP = "        loss, batch = train_step(model, optimizer, batch, batches, micro_batches)\n"
 CLASS = "class GPT(nn.Module):\n"
 
-# Texts that edits put there.
+# Texts that edits insert.
 TRAIN_FOR_5_SECONDS = """\
     import time
     until = time.monotonic() + 5
@@ -80,7 +80,7 @@ EDITS = {
     "a batch that grows": Edit(
         [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, FAIR
     ),
-    # ---- Of files ----
+    # ---- Files ----
     "bigrams counted before the first batch": Edit(
         [
             before("    num_params = sum(", COUNT_BIGRAMS),
@@ -90,14 +90,14 @@ EDITS = {
         "opened: the run itself read train.u16(; unsteady: .*)?",
         best=0.3,
     ),
-    # ---- Of the clock ----
+    # ---- The clock ----
     "trains after the last batch": Edit(
         [before(EVALUATE, TRAIN_FOR_5_SECONDS)],
         0,
         OVERTIME,
         best=0.4,  # it learns, but says so
     ),
-    # ---- Of evaluation ----
+    # ---- Evaluation ----
     "a leak only in evaluation": Edit(
         [(EMBED, EMBED + "        x = x if self.training else x + x.roll(-1, 1)\n")],
         3,

@@ -1,4 +1,4 @@
-"""tools/rerun.py: a commit again, in a clean copy."""
+"""tools/rerun.py trains a commit in a clean copy."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tools import rerun
 
 import pytest
 
-# A train.py that takes no time: it notes what an earlier run left wherever a run may write.
+# A train.py that takes no time and notes what earlier runs left wherever a run may write.
 FAKE = """
 import json, os, sys, time
 from pathlib import Path
@@ -33,7 +33,7 @@ sys.exit(5)
 
 
 def commit(folder):
-    """Makes a repository of a folder; returns the hash of its only commit."""
+    """Makes a folder a repository; returns the hash of its only commit."""
     git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b.c"]
     (folder / ".gitignore").write_text("__pycache__/\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):

@@ -19,22 +19,22 @@ from tests.test_security import GUARD
 import numpy as np
 import pytest
 
-# Lines of train.py that edits begin at.
+# Lines of train.py where edits begin.
 EVALUATE = "    evaluate_bpb(\n"
 EMBED = "        x = norm(self.wte(idx).to(cos.dtype))\n"
 BUFFER = '        self.register_buffer("cos", table, persistent=False)\n'
 
 
 def before(line, text):
-    """An edit that puts lines before one of train.py."""
+    """Puts text before a line of train.py."""
     return line, text + line
 
 
 # ---- Runs that end with a score ----
 @pytest.fixture(scope="module")
 def good(cache, tmp_path_factory):
-    """Without a network, with a mask that is made with the model, and with an edit of the file
-    while it runs."""
+    """It has no network and a mask that is made with the model, and it edits its file while it
+    runs."""
     folder = tmp_path_factory.mktemp("good")
     (folder / "sitecustomize.py").write_text(GUARD)
     later = before(EVALUATE, "    open(__file__, 'a').write('# a later edit')\n")
@@ -70,7 +70,7 @@ def test_a_run_learns(good):
 
 
 def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(cache, tmp_path):
-    """As an engine starts it: without git or network, in a folder that it may not write either."""
+    """An engine starts it without git or network, in a folder that it may not write to either."""
     theirs = tmp_path / "theirs"
     shutil.copytree(prepare.PREPARED, theirs / "cache" / prepare.PREPARED.name)
     script = edited(theirs / "code")
@@ -90,7 +90,7 @@ def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(cache, tmp_p
 
 # ---- Runs that end without one ----
 def test_a_second_run_of_a_folder_is_refused(cache, tmp_path):
-    """Also after a `git reset --hard`. It does not disturb the first."""
+    """A `git reset --hard` does not help, and the first run goes on."""
     shutil.copy(ROOT / "prepare.py", tmp_path)
     script = tmp_path / "train.py"
     script.write_text(LITTLE)

@@ -4,7 +4,7 @@ import os
 
 from tests.common import ROOT, run_script
 
-# As sitecustomize.py it ends a process with 99 as soon as that reaches for the network.
+# As sitecustomize.py this ends a process with 99 once it reaches for the network.
 GUARD = """
 import os, socket
 
@@ -16,7 +16,7 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = forbidde
 """
 
 
-# On a GPU that FlashAttention 3 is for; capability and device are all that is asked before the hub.
+# On a GPU for FlashAttention 3, only capability and device are asked before the hub.
 HOPPER = """
 import huggingface_hub.constants, torch, train
 torch.cuda.get_device_capability = lambda: (9, 0)

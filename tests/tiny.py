@@ -9,8 +9,8 @@ import torch
 
 
 def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, V=61, window=None, windows=None):
-    """The last layer sees all T positions, the others `window`, or each its own of `windows`; every
-    second layer, counted from the last, has a value embedding."""
+    """The last layer sees all T positions, the others `window`, unless `windows` says otherwise.
+    Every second layer, counted from the last, has a value embedding."""
     windows = windows or [*[window or T] * (layers - 1), T]
     return SimpleNamespace(
         vocab_size=V,
@@ -47,14 +47,14 @@ def tokens(config, B=2, seed=0):
 
 
 def build_optimizer(model):
-    """As it is before the first step."""
+    """The optimizer before the first step."""
     optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
     train.set_schedules(optimizer, 0.0, 0)
     return optimizer
 
 
 def take_steps(model, count):
-    """The losses of a whole run of `count` steps, all on the same batch."""
+    """Returns the losses of a whole run of `count` steps on one batch."""
     optimizer = build_optimizer(model)
     x = tokens(model.config)
     batch = (x[:, :-1], x[:, 1:], 1)
@@ -71,7 +71,7 @@ def snapshot(model):
 
 
 def check_training(model):
-    """16 steps learn the batch, and leave no parameter out. Returns the losses."""
+    """16 steps learn the batch and change every parameter. Returns the losses."""
     before = snapshot(model)
     losses = take_steps(model, 16)
     assert losses[-1] < 2.0
@@ -82,14 +82,13 @@ def check_training(model):
 
 
 def record_inputs(module):
-    """A list to which each call of the module adds its first input."""
+    """Returns a list to which each call adds its first input."""
     seen = []
     module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     return seen
 
 
 def steps_taken(optimizer):
-    """As AdamW counts them for each tensor; it has no state before the first."""
-    counts = {int(state["step"]) for state in optimizer.adamw.state.values()} or {0}
-    [count] = counts
+    """The step count of all AdamW tensors; there is no state before the first step."""
+    [count] = {int(state["step"]) for state in optimizer.adamw.state.values()} or {0}
     return count
