@@ -170,6 +170,12 @@ def test_runs_in_turn(call, fakes):
     assert "data differs, before and after" in output
 
 
+def test_a_sweep_by_steps_takes_that_many(call, cache):
+    rows, _ = call(sweep, " ".join(SETTING), "--steps", 3, "--seeds", 7)
+    *_, values = rows.values()
+    assert values[1] == "3" and values[-2] == "7"
+
+
 # ---- Random search ----
 def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypatch):
     settings = []
