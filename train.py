@@ -10,6 +10,7 @@ Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary; K matrice
 """
 
 import gc
+import itertools
 import math
 import os
 import sys
@@ -125,7 +126,8 @@ def accumulation_steps(rows):
 
 
 def choose_dtype(device):
-    """Of activations: bf16 where the device has it in hardware, else fp16 on a GPU."""
+    """The dtype of activations: bf16 where the hardware has it, otherwise fp16 on a GPU and fp32
+    on a CPU."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     capabilities = torch.cpu.get_capabilities()
@@ -218,7 +220,7 @@ class GPT(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(n_layer))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
-        # In fp32 but used as 0-D, since a weight of shape [1] would turn the stream to fp32.
+        # Indexed to 0-D in forward: fp32 of shape [1] would turn the bf16 stream to fp32.
         self.resid_lambdas = nn.Parameter(torch.empty(n_layer))
         self.x0_lambdas = None if X0_INIT is None else nn.Parameter(torch.empty(n_layer))
         table = torch.empty(config.sequence_len, 1, config.head_dim // 2)
@@ -252,8 +254,8 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def flops_per_token(self):
-        """Forward and backward: 6 per weight of a matrix product, 12 per channel and position in
-        the window, also those in the future (as in PaLM, arXiv 2204.02311)."""
+        """Of forward and backward: 6 per weight of a matrix product, and 12 per channel and
+        position in the window, future ones included (as in PaLM, arXiv 2204.02311)."""
         weights = sum(p.numel() for p in self.blocks.parameters()) + self.lm_head.weight.numel()
         T = self.config.sequence_len
         seen = sum(min(window, T) for window in self.config.windows)
@@ -337,7 +339,10 @@ def parameter_groups(model):
 
 
 # ---- Optimizer ----
-# Polar Express (arXiv 2505.16932): odd polynomials that together drive singular values to 1.
+# Muon (kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal
+# matrix, so that rare directions move as far as common ones. An SVD would be slow. Instead, X
+# becomes a X + b (X X^T) X + c (X X^T)^2 X five times, which turns each singular value s into
+# a s + b s^3 + c s^5: with the coefficients of Polar Express (arXiv 2505.16932), nearly into 1.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -348,7 +353,7 @@ POLAR_EXPRESS = (
 
 
 def orthogonalise(g, dtype):
-    """Approximately the nearest semi-orthogonal matrices of a stack [K, rows, cols], computed in
+    """Approximately the nearest orthogonal matrices to a stack g [K, rows, cols], computed in
     `dtype`."""
     x = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # singular values must be below 1
     x = x.to(dtype)
@@ -361,17 +366,22 @@ def orthogonalise(g, dtype):
 
 
 def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, dtype):
-    """Returns what Muon subtracts from a stack p [K, rows, cols]: Nesterov momentum, orthogonal;
-    then NorMuon (arXiv 2510.05491), which divides the update by a running second moment per row or
-    column and keeps its norm; then cautious weight decay, where update and weight have one sign."""
+    """Returns what Muon subtracts from a stack p [K, rows, cols]; `grad` and the momentum `exp_avg`
+    have its shape, lr, decay, momentum and beta2 are 0-D.
+
+    NorMuon (arXiv 2510.05491): the rows of an orthogonal update still differ in size, so each is
+    divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1], and the update is
+    scaled back to its norm. In wide matrices the columns are, [K, 1, cols].
+    Cautious weight decay (arXiv 2510.12402): only weights that the update shrinks decay, too."""
     rows, cols = p.shape[-2:]
     shorter = -1 if rows >= cols else -2
     exp_avg.lerp_(grad, 1 - momentum)
-    update = orthogonalise(grad.lerp(exp_avg, momentum), dtype).float()
-    square = update.square().mean(shorter, keepdim=True)  # what the norms follow from
+    nesterov = grad.lerp(exp_avg, momentum)
+    update = orthogonalise(nesterov, dtype).float()
+    square = update.square().mean(shorter, keepdim=True)
     exp_avg_sq.lerp_(square, 1 - beta2)
     scale = exp_avg_sq.clamp_min(eps).rsqrt()
-    before = square.mean((-2, -1), keepdim=True)
+    before = square.mean((-2, -1), keepdim=True)  # both follow the squared norm of the update
     after = (square * scale.square()).mean((-2, -1), keepdim=True)
     update = update * (scale * (before / after.clamp_min(eps)).sqrt())
     update = update + decay * p * (update * p >= 0)
@@ -459,8 +469,8 @@ def set_schedules(optimizer, progress, step):
 
 # ---- Training loop ----
 def train_step(model, optimizer, batch, batches, micro_batches):
-    """One optimizer step. Returns the loss as a 0-D tensor, without waiting for the device, and the
-    batch after the last, which was made while a GPU worked."""
+    """Takes an optimizer step of several micro-batches, `batch` first. Returns their mean loss, a
+    0-D tensor that a GPU may still be computing, and the batch for the next step."""
     total = 0.0
     for _ in range(micro_batches):
         inputs, targets, _ = batch
@@ -484,7 +494,8 @@ PEAK_TFLOPS = {
 
 
 def mfu_percent(flops):
-    """Of the card's peak, for the FLOPs of the whole run; None where the table lacks it."""
+    """Model FLOPs utilisation: `flops` of the whole run per second of training, beside the peak of
+    the GPU; None if the table lacks it."""
     peak = PEAK_TFLOPS.get(DEVICE_NAME)
     return 100 * flops / elapsed() / (peak * 1e12) if peak else None
 
@@ -509,15 +520,15 @@ def train(model, optimizer, batches, micro_batches):
     return step
 
 
-# ---- Few experiments look below this line ----
+# ---- Below this line experiments mostly change attention ----
 
 
 # ---- Attention back-ends ----
 # Each is a function attend(q, k, v, window) on [B, T, H, D], in which query i sees the keys j with
 # 0 <= i - j <= window; k and v may have fewer heads, each for a group of those of q.
 def load_fa3():
-    """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper alone. Later runs load it
-    from the folder of the first, without the hub: a version is a branch there, which moves."""
+    """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper alone. Later runs use the
+    copy that the first one downloaded: a version is a branch on the hub and may move overnight."""
     if torch.cuda.get_device_capability() != (9, 0):
         raise RuntimeError("needs compute capability 9.0")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -545,13 +556,13 @@ def load_fa3():
 
 
 def window_size(window, T):
-    """As flash attention takes it. For what covers the row torch has a quicker kernel on some
-    cards, but only if the window is written as -1."""
+    """The pair that flash attention takes. If the window covers the row, -1 says so, which gets a
+    faster kernel on some GPUs."""
     return (-1, 0) if window >= T - 1 else (window, 0)
 
 
 def load_varlen():
-    """torch's own flash attention, whose interface for rows of any length takes a window."""
+    """torch's own flash attention; only its interface for rows of any length takes a window."""
     if torch.cuda.get_device_capability() < (8, 0):
         raise RuntimeError("needs compute capability 8.0")
     from torch.nn.attention.varlen import varlen_attn
@@ -568,8 +579,8 @@ def load_varlen():
 
 
 def attend_blocks(q, k, v, window):
-    """Plain products and a softmax, a block of queries at a time with the keys that their window
-    reaches: on a CPU, compiled, with a short window, three to seven times as fast as sdpa."""
+    """Multiplies each block of queries with the keys that its window reaches. Compiled for a CPU,
+    with a short window, this is three to seven times as fast as sdpa."""
     T = q.shape[1]
     size = largest_divisor(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)  # blocks
@@ -642,7 +653,8 @@ def probe_attention(attend, device, dtype, config):
 
 
 def describe(error):
-    """One line: a compiler's own, which says `error:`, else the first paragraph."""
+    """An error in one line: the compiler's `error:` line if there is one, else the first
+    paragraph."""
     text = str(error).strip()
     [line, *_] = [line for line in text.splitlines() if "error: " in line] or [""]
     reason = line[-180:] or " ".join(text.split("\n\n")[0].split())[:180]
@@ -669,43 +681,39 @@ def choose_attention(device, dtype, config):
 
 # ---- Warm-up ----
 def rehearse(model, compiled_model, optimizer, rows):
-    """Runs on random tokens all that a run will run, so that it is compiled and known to fit."""
-    device = model.lm_head.weight.device
+    """Runs two training steps and one batch of evaluation on random tokens, so that everything is
+    compiled and known to fit."""
     shape = (2, rows, MAX_SEQ_LEN)
-
-    def random_batches():
-        while True:
-            inputs, targets = torch.randint(model.config.vocab_size, shape, device=device)
-            yield inputs, targets, 0
-
-    model.train()  # a try that failed in evaluation left it there
+    device = model.lm_head.weight.device
+    inputs, targets = torch.randint(model.config.vocab_size, shape, device=device)
+    batch = (inputs, targets, 0)
+    model.train()  # a rehearsal that failed in evaluation left it there
     set_schedules(optimizer, 0.0, 0)
-    batches = random_batches()
-    batch = next(batches)
-    # Only the second step runs as later ones do. Of many micro-batches two will do: the first
-    # makes the gradients, the second adds to them.
+    # The first step also allocates the optimizer's state. Two micro-batches stand for many: the
+    # first makes the gradients, the second adds to them.
     count = min(accumulation_steps(rows), 2)
     for _ in range(2):
-        _, batch = train_step(compiled_model, optimizer, batch, batches, count)
+        train_step(compiled_model, optimizer, batch, itertools.repeat(batch), count)
     model.eval()
     with torch.no_grad():
-        for_evaluation(model, compiled_model)(batch[0][: eval_batch_size(rows)])
+        for_evaluation(model, compiled_model)(inputs[: eval_batch_size(rows)])
     model.train()
 
 
 def for_evaluation(model, compiled_model):
-    """The one that is scored. On a CPU it is not compiled, which would take 20 s after a change of
-    the model and save 2 s per run."""
+    """The model that is scored. On a CPU it is the one that is not compiled: compiling takes 20 s
+    after a change of the model and would save 2 s per run."""
     return compiled_model if model.lm_head.weight.device.type == "cuda" else model
 
 
 def is_out_of_memory(error):
-    """Only CUDA has an exception for it, the others have words."""
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+    """CUDA raises an OutOfMemoryError, MPS and CPUs a RuntimeError."""
+    words = ("out of memory", "allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def failed_allocations():
-    """How often the GPU has lacked memory: a kernel may raise an error of its own then."""
+    """How often the GPU has lacked memory; a kernel may hide that in an error of its own."""
     return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_initialized() else 0
 
 
