@@ -28,7 +28,7 @@ def block(words):
 def test_every_key_that_the_protocol_reads_is_printed():
     keys = [*NINE, *OTHERS, "tokens_per_second", "integrity"]
     # Besides keys: start, train.py, the shell and fail print these.
-    printed = [*keys, *"run note attention continuing exit FAIL error".split(), "out of memory"]
+    printed = [*keys, *"run attention continuing exit FAIL error".split(), "out of memory"]
     for words in re.findall(r"grep -E '\^\((.*?)\)'", PROGRAM):
         for word in words.split("|"):
             assert any(re.match(word, f"{name}: x") for name in printed), word
