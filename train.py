@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
-from prepare import (  # first: its import starts the clock of total_seconds
+from prepare import (  # before torch: this starts the clock of total_seconds
     CACHE,
     DEVICE_NAME,
     MAX_SEQ_LEN,
@@ -70,7 +70,7 @@ MATRIX_LR         = by_profile(full=0.04, medium=0.04, small=0.02)     # matrice
 SCALAR_LR         = 0.5                              # x0_lambdas, vectors in the blocks
 RESID_LR          = 0.005                            # resid_lambdas
 WIDTH_LR_POWER    = -0.5                             # lm_head, wte, ve: lr * (C / 768) ** this
-WEIGHT_DECAY      = 0.2                              # of those matrices, falls to 0 over the run
+WEIGHT_DECAY      = 0.2                              # of Muon's matrices, falls to 0 over the run
 ADAM_BETAS        = (0.8, 0.95)                      # beta1, beta2
 X0_BETAS          = (0.96, 0.95)                     # the same for x0_lambdas
 MUON_BETAS        = (0.95, 0.95)                     # final momentum, beta2 of NorMuon
@@ -82,7 +82,7 @@ WARMUP_RATIO      = 0.0                              # share of TIME_BUDGET in w
 WARMDOWN_RATIO    = 0.5                              # share at the end in which it falls
 FINAL_LR_FRAC     = 0.0                              # final lr / peak lr
 # Run
-LOSS_SCALE        = 2**12                            # in fp16, whose smallest number is 6e-8
+LOSS_SCALE        = 2**12                            # in fp16 keeps small gradients above 0
 ATTENTION         = "auto"                           # or fa3, varlen, blocks, sdpa
 CPU_QUERY_BLOCK   = 32                               # queries per block of attention on a CPU
 COMPILE           = True                             # False: slower, errors point at their line
@@ -126,13 +126,13 @@ def accumulation_steps(rows):
 
 
 def choose_dtype(device):
-    """The dtype of activations: bf16 where the hardware has it, otherwise fp16 on a GPU and fp32
-    on a CPU."""
+    """The dtype of activations: bf16 where the hardware has it, otherwise fp16 on an NVIDIA GPU
+    and fp32 elsewhere."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     capabilities = torch.cpu.get_capabilities()
-    has_it = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.bfloat16 if has_it else torch.float32
+    has_bf16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 # ---- Model ----
@@ -220,7 +220,7 @@ class GPT(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(n_layer))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
-        # Indexed to 0-D in forward: fp32 of shape [1] would turn the bf16 stream to fp32.
+        # `forward` indexes them to 0-D: fp32 of shape [1] would promote the bf16 stream to fp32.
         self.resid_lambdas = nn.Parameter(torch.empty(n_layer))
         self.x0_lambdas = None if X0_INIT is None else nn.Parameter(torch.empty(n_layer))
         table = torch.empty(config.sequence_len, 1, config.head_dim // 2)
@@ -247,15 +247,15 @@ class GPT(nn.Module):
 
         logits = self.lm_head(x).float()
         if LOGIT_SOFTCAP:
-            # softcap * tanh(logits / softcap), but tanh itself is slow where a CPU compiles it
+            # softcap * tanh(logits / softcap); tanh itself is slow when compiled for a CPU
             logits = LOGIT_SOFTCAP * (2 * torch.sigmoid(2 / LOGIT_SOFTCAP * logits) - 1)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def flops_per_token(self):
-        """Of forward and backward: 6 per weight of a matrix product, and 12 per channel and
-        position in the window, future ones included (as in PaLM, arXiv 2204.02311)."""
+        """Of forward and backward: 6 per weight of a matrix product; for attention 12 per channel
+        and position in the window, not halved for causality (as in PaLM, arXiv 2204.02311)."""
         weights = sum(p.numel() for p in self.blocks.parameters()) + self.lm_head.weight.numel()
         T = self.config.sequence_len
         seen = sum(min(window, T) for window in self.config.windows)
@@ -265,8 +265,8 @@ class GPT(nn.Module):
 # ---- Initialisation ----
 @torch.no_grad()
 def initialise(model, dtype, seed):
-    """Sets every parameter and buffer; the embedding tables become bf16 if that is `dtype`, but not
-    fp16, in which AdamW's second moments would vanish."""
+    """Sets every parameter and buffer. The embedding tables become bf16 if that is `dtype`; with
+    fp16 they stay fp32, or AdamW's second moments would underflow."""
     config = model.config
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -355,7 +355,8 @@ POLAR_EXPRESS = (
 def orthogonalise(g, dtype):
     """Approximately the nearest orthogonal matrices to a stack g [K, rows, cols], computed in
     `dtype`."""
-    x = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)  # singular values must be below 1
+    # The Frobenius norm bounds the singular values, which must stay below 1 after rounding.
+    x = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     x = x.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     for a, b, c in POLAR_EXPRESS:
@@ -371,17 +372,17 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
 
     NorMuon (arXiv 2510.05491): the rows of an orthogonal update still differ in size, so each is
     divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1], and the update is
-    scaled back to its norm. In wide matrices the columns are, [K, 1, cols].
-    Cautious weight decay (arXiv 2510.12402): only weights that the update shrinks decay, too."""
+    scaled back to its norm. In a wide matrix this is done to columns, `exp_avg_sq` [K, 1, cols].
+    Cautious weight decay (arXiv 2510.12402): decay applies where the update shrinks the weight."""
     rows, cols = p.shape[-2:]
-    shorter = -1 if rows >= cols else -2
+    short_dim = -1 if rows >= cols else -2
     exp_avg.lerp_(grad, 1 - momentum)
     nesterov = grad.lerp(exp_avg, momentum)
     update = orthogonalise(nesterov, dtype).float()
-    square = update.square().mean(shorter, keepdim=True)
+    square = update.square().mean(short_dim, keepdim=True)
     exp_avg_sq.lerp_(square, 1 - beta2)
     scale = exp_avg_sq.clamp_min(eps).rsqrt()
-    before = square.mean((-2, -1), keepdim=True)  # both follow the squared norm of the update
+    before = square.mean((-2, -1), keepdim=True)  # the mean square, as it is and once scaled
     after = (square * scale.square()).mean((-2, -1), keepdim=True)
     update = update * (scale * (before / after.clamp_min(eps)).sqrt())
     update = update + decay * p * (update * p >= 0)
@@ -390,7 +391,7 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
 
 class MuonAdamW:
     """Muon or AdamW (arXiv 1711.05101) for each group, by its kind. torch's AdamW holds the same
-    group dictionaries. `update` is muon_update, compiled or not."""
+    group dictionaries, so it follows the schedules. `update` is muon_update, compiled or not."""
 
     def __init__(self, groups, dtype, update=muon_update):
         self.param_groups = groups
@@ -416,10 +417,10 @@ class MuonAdamW:
             if p.grad is None:  # it had no part in this step
                 p.grad = torch.zeros_like(p)
         finite = True
-        if self.dtype == torch.float16:
+        if self.loss_scale != 1:
             finite = nn.utils.get_total_norm([p.grad for p in params]).isfinite()
             for p in params:
-                p.grad.div_(LOSS_SCALE)
+                p.grad.div_(self.loss_scale)
         if finite:
             self.adamw.step()  # fused, it rounds a bf16 table once, after decay and update
             for group in self.muon_groups:
@@ -464,6 +465,7 @@ def set_schedules(optimizer, progress, step):
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * lr_factor(progress)
         group["weight_decay"] = group["peak_decay"] * (1 - progress)
+    for group in optimizer.muon_groups:
         group["momentum"] = muon_momentum(step, group["betas"][0])
 
 
@@ -482,7 +484,7 @@ def train_step(model, optimizer, batch, batches, micro_batches):
     return total, batch
 
 
-# Dense bf16 peaks in TFLOP/s, from the vendors' data sheets, by the names that torch gives.
+# Dense 16-bit peaks in TFLOP/s, from the vendors' data sheets, by the names that torch gives.
 # fmt: off
 PEAK_TFLOPS = {
     "NVIDIA B200": 2250, "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756,
@@ -494,19 +496,20 @@ PEAK_TFLOPS = {
 
 
 def mfu_percent(flops):
-    """Model FLOPs utilisation: `flops` of the whole run per second of training, beside the peak of
-    the GPU; None if the table lacks it."""
+    """Model FLOPs utilisation: `flops`, those of the whole run, as a percentage of what the GPU's
+    peak allows; None for a GPU that is not in the table."""
     peak = PEAK_TFLOPS.get(DEVICE_NAME)
     return 100 * flops / elapsed() / (peak * 1e12) if peak else None
 
 
 def train(model, optimizer, batches, micro_batches):
     """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number.
-    To read a loss is to wait for the device: each is read while the next step is on its way."""
+    Reading a loss waits for the GPU, so each loss is read after the next step was launched."""
     step = 0
     loss = None
     batch = next(batches)
-    while step == 0 or 0 < elapsed() * (step + 1) <= TIME_BUDGET * step:
+    # By the mean time of a step; 0 if no batch came from make_dataloader, which starts the clock.
+    while step == 0 or 0 < elapsed() / step * (step + 1) <= TIME_BUDGET:
         progress = min(elapsed() / TIME_BUDGET, 1.0)
         set_schedules(optimizer, progress, step)
         last_loss = loss
@@ -514,37 +517,38 @@ def train(model, optimizer, batches, micro_batches):
         if step > 0:
             log_step(step, last_loss, lr=f"x{lr_factor(progress):.2f}", epoch=batch[2])
         step += 1
+        # So far elapsed() covers step - 1 steps. It must be exact before the last one.
         if elapsed() * (step + 1) >= TIME_BUDGET * (step - 1):
-            loss = loss.item()  # the last step may have begun: wait, so that elapsed() is exact
+            loss = loss.item()
     log_step(step, loss)
     return step
 
 
-# ---- Below this line experiments mostly change attention ----
+# Experiments rarely change what follows, except for attention.
 
 
 # ---- Attention back-ends ----
 # Each is a function attend(q, k, v, window) on [B, T, H, D], in which query i sees the keys j with
 # 0 <= i - j <= window; k and v may have fewer heads, each for a group of those of q.
 def load_fa3():
-    """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper alone. Later runs use the
-    copy that the first one downloaded: a version is a branch on the hub and may move overnight."""
+    """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper only. Later runs use the
+    copy that the first one downloaded, as a version is a branch on the hub and may move."""
     if torch.cuda.get_device_capability() != (9, 0):
         raise RuntimeError("needs compute capability 9.0")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from kernels import get_kernel
 
     repository = "kernels-community/flash-attn3"
-    known = CACHE / "flash-attn3-v1"
-    if known.exists() and os.path.isdir(known.read_text()):
-        os.environ.setdefault("LOCAL_KERNELS", f"{repository}={known.read_text()}")
+    pin = CACHE / "flash-attn3-v1"  # holds the path of that copy
+    if pin.exists() and os.path.isdir(pin.read_text()):
+        os.environ.setdefault("LOCAL_KERNELS", f"{repository}={pin.read_text()}")
     module = get_kernel(repository, version=1)
     snapshot = "local"
     for folder in Path(module.__file__).parents:
         if folder.parent.name == "snapshots":
             snapshot = folder.name[:8]
             if os.access(CACHE, os.W_OK):
-                known.write_text(str(folder))
+                pin.write_text(str(folder))
 
     def attend(q, k, v, window):
         size = window_size(window, q.shape[1])
@@ -579,12 +583,13 @@ def load_varlen():
 
 
 def attend_blocks(q, k, v, window):
-    """Multiplies each block of queries with the keys that its window reaches. Compiled for a CPU,
-    with a short window, this is three to seven times as fast as sdpa."""
+    """Multiplies each of N blocks of queries with the keys of its own block and of the `before`
+    blocks that the window reaches. Compiled for a CPU, with a short window, this is three to seven
+    times as fast as sdpa."""
     T = q.shape[1]
     size = largest_divisor(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)  # blocks
-    if (before + 1) * size >= T:  # one block: the window reaches most of the row
+    if (before + 1) * size >= T:  # the window spans all blocks: use one
         size = T
         before = 0
     group = q.shape[2] // k.shape[2]
@@ -599,8 +604,8 @@ def attend_blocks(q, k, v, window):
     begin = torch.arange(0, T, size, device=q.device)[:, None, None, None]
     query = torch.arange(size, device=q.device)[:, None]  # relative to the block's begin
     key = torch.arange(-before * size, size, device=q.device)
-    hidden = (key > query) | (key < query - window) | (begin + key < 0)  # [N, 1, S, K]
-    # A sum and not a mask, which is slow in compiled code.
+    hidden = (key > query) | (key < query - window) | (begin + key < 0)  # [N, 1, size, keys]
+    # Added to the scores, since masking them is slow in compiled code.
     bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
     scores = q @ with_blocks_before(k).mT * q.shape[-1] ** -0.5
     out = (scores + bias).softmax(-1) @ with_blocks_before(v)
@@ -656,7 +661,7 @@ def describe(error):
     """An error in one line: the compiler's `error:` line if there is one, else the first
     paragraph."""
     text = str(error).strip()
-    [line, *_] = [line for line in text.splitlines() if "error: " in line] or [""]
+    line = next((line for line in text.splitlines() if "error: " in line), "")
     reason = line[-180:] or " ".join(text.split("\n\n")[0].split())[:180]
     return f"{type(error).__name__}: {reason.strip()}"
 
@@ -687,10 +692,10 @@ def rehearse(model, compiled_model, optimizer, rows):
     device = model.lm_head.weight.device
     inputs, targets = torch.randint(model.config.vocab_size, shape, device=device)
     batch = (inputs, targets, 0)
-    model.train()  # a rehearsal that failed in evaluation left it there
+    model.train()  # the last rehearsal may have run out of memory in evaluation
     set_schedules(optimizer, 0.0, 0)
-    # The first step also allocates the optimizer's state. Two micro-batches stand for many: the
-    # first makes the gradients, the second adds to them.
+    # The first step allocates the optimizer's state, too. Two micro-batches are enough: the first
+    # allocates the gradients, the second adds to them.
     count = min(accumulation_steps(rows), 2)
     for _ in range(2):
         train_step(compiled_model, optimizer, batch, itertools.repeat(batch), count)
@@ -730,8 +735,8 @@ def fits(model, compiled_model, optimizer, rows):
 
 
 def can_compile(device):
-    """Compiles a sum of two numbers, so that a machine that cannot compile, for lack of a compiler
-    or of Python's headers, is told from a mistake in the model."""
+    """Compiles a sum, which tells a machine that lacks a compiler or Python's headers from a bug in
+    the model. Prints the reason if it fails."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
         return True
@@ -740,20 +745,24 @@ def can_compile(device):
         return False
 
 
-def warm_up(model, dtype):
-    """Initialises the model and rehearses with DEVICE_BATCH_SIZE rows at a time, halved until they
-    fit in memory. Returns (compiled model, optimizer, rows), as before the first step."""
-    initialise(model, dtype, SEED)
-    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def compile_parts(model):
+    """(model, muon_update), compiled where that pays."""
     device = model.lm_head.weight.device
     on_gpu = device.type == "cuda"
-    compiled_model = model
-    update = muon_update
-    if COMPILE and (on_gpu or can_compile(device)):
-        torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
-        compiled_model = torch.compile(model, dynamic=False)
-        if on_gpu:  # mostly matrix products: on a CPU 17 s of compiling save 3 % of a step
-            update = torch.compile(muon_update, dynamic=False)
+    if not COMPILE or not (on_gpu or can_compile(device)):
+        return model, muon_update
+    torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
+    # Muon's is mostly matrix products: on a CPU 17 s of compiling would save 3 % of a step.
+    update = torch.compile(muon_update, dynamic=False) if on_gpu else muon_update
+    return torch.compile(model, dynamic=False), update
+
+
+def warm_up(model, dtype):
+    """Initialises the model, rehearses with DEVICE_BATCH_SIZE rows at a time, halved until they fit
+    in memory, and restores the model. Returns (compiled model, new optimizer, rows)."""
+    initialise(model, dtype, SEED)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    compiled_model, update = compile_parts(model)
 
     def new_optimizer():
         return MuonAdamW(parameter_groups(model), dtype, update)
@@ -763,19 +772,18 @@ def warm_up(model, dtype):
         if rows == 1:
             raise torch.OutOfMemoryError("out of memory with one row at a time")
         fewer = rows_at_a_time(rows // 2)
-        print(
-            f"out of memory: DEVICE_BATCH_SIZE {rows} -> {fewer}; a step stays {TOTAL_BATCH_SIZE}"
-        )
+        print(f"out of memory: {rows} -> {fewer} rows at a time; a step stays the same")
         rows = fewer
         torch._dynamo.reset()  # drops what was compiled for more rows
         model.zero_grad(set_to_none=True)
         gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()  # the block shows what the run itself used
+        torch.accelerator.empty_cache()
     model.load_state_dict(initial)
+    del initial
     gc.collect()
     gc.disable()  # a walk through all objects may take half a second
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()  # the block is to show what training takes
     return compiled_model, new_optimizer(), rows
 
 

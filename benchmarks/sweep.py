@@ -56,7 +56,7 @@ COLUMNS = {  # key of a record: format
 }
 TIMED = {  # text of train.py: its replacement by steps
     "progress = min(elapsed() / TIME_BUDGET, 1.0)": "progress = step / {steps}",
-    "while step == 0 or 0 < elapsed() * (step + 1) <= TIME_BUDGET * step:": "while step < {steps}:",
+    "while step == 0 or 0 < elapsed() / step * (step + 1) <= TIME_BUDGET:": "while step < {steps}:",
 }
 LONG = 6 * 3600  # seconds, a budget that no run by steps reaches
 

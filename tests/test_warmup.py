@@ -113,8 +113,8 @@ def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsy
     assert calls[-5:] == [(1, *TRAINING)] * 4 + [(1, *EVALUATION)]
     check_fresh(model, optimizer)
     assert capsys.readouterr().out.splitlines() == [
-        "out of memory: DEVICE_BATCH_SIZE 4 -> 2; a step stays 256",
-        "out of memory: DEVICE_BATCH_SIZE 2 -> 1; a step stays 256",
+        "out of memory: 4 -> 2 rows at a time; a step stays the same",
+        "out of memory: 2 -> 1 rows at a time; a step stays the same",
     ]
 
 
