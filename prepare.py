@@ -1,6 +1,6 @@
 """
-The ruler of autoresearch: data, tokenizer, loader, clock and metric, which must stay fixed for
-scores to be comparable. Nobody edits this file during a night of research.
+The ruler that all runs of autoresearch are measured by: data, tokenizer, loader, clock and metric.
+It must stay fixed for scores to be comparable, so nobody edits it during a night of research.
 
     uv run prepare.py                  prepare what this machine needs
     uv run prepare.py --data-dir DIR   use your own text: parquet files with a column `text`, the
@@ -60,9 +60,10 @@ def fail(sentence, code=2):
 
 
 # ---- Device and profile ----
-DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 if torch.cuda.is_available():
     DEVICE = torch.device("cuda")
+else:
+    DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type
 DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Linux and on WSL
 
@@ -96,7 +97,7 @@ def by_profile(**values):
     return values[PROFILE]
 
 
-# ---- Settings: only runs that share them can be compared ----
+# ---- Settings: only runs that share them, the seed apart, can be compared ----
 try:
     TIME_BUDGET = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)  # seconds
     SEED = int(os.environ.get("SEED") or 42)
@@ -139,15 +140,15 @@ ENDS_FILE = "train.npy"  # document i is tokens[ends[i] : ends[i + 1]], int64 [d
 ROWS_FILE = "val.u16"  # packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]
 FILES = (TOKENIZER_FILE, TOKENS_FILE, ENDS_FILE, ROWS_FILE)
 
-# What the derived files depend on besides the corpus. Bump the 1 when a change to this file alters
-# one of them.
-RECIPE = [1, VOCAB_SIZE, EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS]
+# What the derived files depend on besides the corpus.
+FORMAT = 1  # bump it when a change to this file alters a derived file
+RECIPE = [FORMAT, VOCAB_SIZE, EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS]
 RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
 
 
 def load_manifest(folder=None):
-    """The manifest, which is written last, or {} without a whole one. `shards` holds the index of
-    each training shard's first document, `files` {name: [bytes, sha256]}."""
+    """The manifest, or {} if it is missing or incomplete (it is written last). `shards` holds the
+    index of each training shard's first document, `files` {name: [bytes, sha256]}."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(Path(folder or PREPARED, "manifest.json").read_text())
     return {}
@@ -187,8 +188,8 @@ def lock(folder):
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}; special tokens follow. `token_bytes`, int32 [V], is
-    the raw byte count of each token, 0 for special tokens. The length of decoded text would be
-    wrong: part of a character decodes to U+FFFD, which is three bytes."""
+    the length of each token, 0 for special tokens. It is that of the raw bytes, since a part of a
+    character decodes to U+FFFD, which has three."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -219,7 +220,7 @@ class Tokenizer:
     def encode_document(self, text):
         """BOS and the ids of a text, uint16."""
         ids = [[self.get_bos_token_id()]]
-        # In pieces, because a million spaces overflow the stack of the split pattern.
+        # In pieces, because a million spaces overflow the stack of the regex engine.
         for begin in range(0, len(text), 200_000):
             piece = text[begin : begin + 200_000]
             ids.append(self.encoding.encode_to_numpy(piece, disallowed_special=()))
@@ -247,7 +248,7 @@ class Run:
         self.hashes = None  # of prepare.py and of the running script
         # Changed as the run goes on:
         self.reading = False  # true while `start` opens the prepared files
-        self.opened = set()  # prepared files opened at any other time
+        self.opened = set()  # prepared files that were opened at other times
         self.began = None  # when the first batch was served
         self.batches = 0
         self.served = [0] * 10  # tokens in each tenth of the budget
@@ -256,15 +257,14 @@ class Run:
         self.last_line = -math.inf  # when it was printed
         self.eval_began = None
         self.eval_ended = None
-        self.record = None  # the path of the JSON file
 
 
 _run = Run()
 
 
 def watch(event, arguments):
-    """Audit hook that notes files of tokens or rows opened outside `start`: a private loader could
-    read validation rows. Copies, and what is not opened by Python, go unseen."""
+    """Audit hook that notes which files of tokens or rows the run opens outside `start`, since it
+    could train on validation rows. Copies, and files not opened by Python, go unseen."""
     path = str(arguments[0]) if event == "open" else ""
     if path.startswith(str(PREPARED)) and path.endswith((".u16", ".npy")) and not _run.reading:
         _run.opened.add(os.path.basename(path))
@@ -276,7 +276,7 @@ sys.addaudithook(watch)
 def lock_run(folder):
     """Allows one run at a time in a folder. Exits if there is another."""
     if not lock(folder):
-        fail("another run is going on in this folder; wait for it or stop it (pgrep -af train.py).")
+        fail("this folder has a run already; wait for it or stop it (pgrep -af train.py).")
 
 
 def read_cache():
@@ -289,14 +289,15 @@ def read_cache():
         problem = f"{damaged} is missing or not as it was prepared" if damaged else None
     if problem:
         fail(f"{problem}; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
+    changed = False
     try:
         _run.rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
         _run.tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
         _run.ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
         _run.token_bytes = Tokenizer.from_directory().token_bytes
     except FileNotFoundError:
-        manifest = None  # the folder has just been replaced
-    if load_manifest() != manifest:
+        changed = True
+    if changed or load_manifest() != manifest:
         fail("the cache was prepared anew while this run was starting; start it again.")
     return manifest
 
@@ -318,8 +319,8 @@ def current_commit():
 
 
 def keep_memory():
-    """Stops glibc from returning freed memory to the kernel; getting it back zeroed costs a tenth
-    of each CPU step."""
+    """Stops glibc from returning freed memory to the kernel, since getting it back, zeroed, takes a
+    tenth of each CPU step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -359,8 +360,8 @@ def start():
     if DEVICE.type == "cpu":
         keep_memory()
         limit_threads()
-        os.environ.setdefault("TORCH_WARM_POOL", "0")  # no workers: a CPU needs no Triton
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without GPU
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # starts no workers to compile Triton
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no nvcc"
     _run.manifest = manifest
     return DEVICE
 
@@ -399,8 +400,8 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
                 return
             space = row_len - filled
             fitting = bisect.bisect_right(waiting, space, key=length_of)  # how many fit
-            length = length_of(waiting[max(fitting - 1, 0)])
-            oldest = bisect.bisect_left(waiting, length, key=length_of)
+            length = length_of(waiting[fitting - 1 if fitting else 0])
+            oldest = bisect.bisect_left(waiting, length, key=length_of)  # of that length
             document = waiting.pop(oldest)[2][:space]
             row[filled : filled + len(document)] = document
             filled += len(document)
@@ -408,9 +409,9 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
 
 
 def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
-    """Yields (inputs, targets, epoch) forever: fresh int64 [B, T] on the device, targets one token
-    ahead. The rows do not depend on B. The first batch starts the clock. `tokenizer` is ignored:
-    tokens are made at preparation. Raises ValueError for another split."""
+    """Yields (inputs, targets, epoch) forever: new int64 tensors [B, T] on the device, targets one
+    token ahead. The rows do not depend on B. The clock starts when the first batch is served.
+    `tokenizer` is ignored: tokens are made at preparation. Raises ValueError for another split."""
     if split != "train":
         raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
     start()
@@ -432,8 +433,8 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
             batch = torch.from_numpy(packed.astype(np.int64))
             if DEVICE.type == "cuda":
                 batch = batch.pin_memory()  # torch keeps it until the copy is done
-            batch = batch.to(DEVICE, non_blocking=True)
-            # If B is 1, contiguous() would return two views of the same memory.
+            batch = batch.to(DEVICE, non_blocking=DEVICE.type == "cuda")
+            # Not contiguous(): if B is 1, that returns two views of the same memory.
             inputs = batch[:, :-1].clone()
             targets = batch[:, 1:].clone()
             if _run.began is None:
@@ -471,7 +472,7 @@ def log_step(step, loss, **shown):
 
 
 # ---- Metric ----
-PROBE_ROWS = by_profile(full=288, medium=144, small=144)  # rows that `probe` scores again, at most
+PROBE_ROWS = by_profile(full=288, medium=144, small=144)  # at most, that `probe` scores again
 # Largest change in a loss (nats) that `probe` accepts, on average and at one position; correct
 # models stay below 2e-5 and 0.02.
 PROBE_MEAN = 1e-3
@@ -503,8 +504,8 @@ def token_losses(model, inputs, targets, token_bytes):
         raise IntegrityError(f"shape: model(x) returned {kind} {shape}, not logits {wanted}")
     on_device = torch.from_numpy(targets.astype(np.int64)).to(DEVICE)
     losses = []
-    # Row by row: fp32 logits of a whole batch would be the largest tensor. Not logsumexp - gather,
-    # which cancels: adding 2**28 to every logit would score 0.
+    # Row by row, since fp32 logits of a whole batch would be the largest tensor. By log_softmax,
+    # since logsumexp - gather cancels: adding 2**28 to every logit would score 0.
     for row, target in zip(torch.unbind(logits), on_device, strict=True):
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
@@ -513,9 +514,10 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(tokens, rng):
-    """Where to cut rows, uint16 [N, T + 1]: how many of its inputs each row keeps, 1 to T - 1. A
-    leak of the next token shows only right before a cut, so a third of the cuts fall where chunks
-    of 8 end, a third after a common token, each row another one, and a third anywhere."""
+    """For each row of `tokens`, uint16 [N, T + 1], how many inputs it keeps, 1 to T - 1. A leak of
+    the next token shows only at the last input before a cut. So a third of the cuts fall where a
+    chunk of 8 positions ends, a third after a common token, each time another one, and a third
+    anywhere."""
     N, T = tokens.shape[0], tokens.shape[1] - 1
     cuts = rng.integers(1, T, N)
     cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)
@@ -530,21 +532,22 @@ def draw_cuts(tokens, rng):
 
 def probe(model, rows, losses, size, token_bytes, rng):
     """Scores some rows again. In seven of eight, another row's tokens replace all inputs from a cut
-    on: losses before the cut (`causality`; `edges`: the first and the last of them) must not
-    change, nor those of the other rows (`isolation`). Returns {probe: absolute changes in nats}."""
+    on. Losses before the cut must not change (`causality`; `edges`: at the first position and right
+    before the cut), nor any loss of the other rows (`isolation`). Returns {probe: absolute changes
+    in nats}."""
     count = min(PROBE_ROWS, len(rows)) // size * size
     chosen = rng.permutation(len(rows))[:count]
-    tokens = rows[chosen]
-    cuts = draw_cuts(tokens, rng)[:, None]
+    inputs = rows[chosen, :-1]
+    targets = rows[chosen, 1:]
+    cuts = draw_cuts(rows[chosen], rng)[:, None]
     is_cut = np.arange(count)[:, None] % 8 > 0
-    position = np.arange(tokens.shape[1])
-    altered = np.where(is_cut & (position >= cuts), np.roll(tokens, 1, axis=0), tokens)
+    position = np.arange(inputs.shape[1])
+    altered = np.where(is_cut & (position >= cuts), np.roll(inputs, 1, axis=0), inputs)
     again = []
     for begin in range(0, count, size):
         batch = slice(begin, begin + size)
-        again.append(token_losses(model, altered[batch, :-1], tokens[batch, 1:], token_bytes))
+        again.append(token_losses(model, altered[batch], targets[batch], token_bytes))
     moved = np.abs(np.concatenate(again) - losses[chosen])
-    position = position[:-1]
     at_edge = (position == 0) | (position == cuts - 1)
     return {
         "isolation": moved[~is_cut[:, 0]],
@@ -556,7 +559,7 @@ def probe(model, rows, losses, size, token_bytes, rng):
 LIKELY_MISTAKE = {
     "isolation": "does a row depend on others of its batch, on randomness, a cache or an update?",
     "causality": "does a mask, a mean, a filter or a block let a position see later tokens?",
-    "edges": "does something wrap around or depend on the whole row, or a chunk's end look ahead?",
+    "edges": "does something wrap around, or does the end of a chunk or row see the next token?",
 }
 
 
@@ -574,8 +577,9 @@ def compile_seconds():
 @torch.no_grad()
 def score(model, rows, token_bytes, size, rng=None):
     """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], `size` at a
-    time (a divisor of N) and in an order that `rng` draws. Returns (bits per byte, what `probe`
-    returns). Raises IntegrityError."""
+    time, a divisor of N. Returns (bits per byte, what `probe` returns). Order and cuts are new each
+    time, so that a model cannot foresee them; bits per byte do not depend on them. Raises
+    IntegrityError."""
     before = parameter_bytes(model)
     if not before:
         raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
@@ -608,8 +612,9 @@ def score(model, rows, token_bytes, size, rng=None):
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
     """Ends the run: stops the clock, scores the model on all validation rows, prints the final
     block, with `stats` in it, and records it. Returns bits per byte, which do not depend on the
-    batch size. On failure prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3.
-    tools/rerun.py shows what no process can check from inside, such as weights saved earlier."""
+    batch size. `tokenizer` is ignored. If the score cannot be trusted, prints `val_bpb: nan` and
+    `integrity: FAIL ...` and exits with 3. What a process cannot check from inside, such as weights
+    that an earlier run saved, tools/rerun.py shows."""
     rows = _run.rows
     try:
         if _run.eval_began is not None:
@@ -618,16 +623,14 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
             raise IntegrityError("loader: make_dataloader never served a batch in this process")
         print(f"evaluating on {len(rows)} rows", flush=True)
         size = eval_batch_size(batch_size)
-        model.eval()  # only once: in some models eval() toggles averaged weights
-        # The first batch is scored twice. The clock stops after the first time, since work that was
-        # queued or put off until now is training; compiling is not.
-        compiled = compile_seconds()
+        model.eval()
+        # Scores one batch before the clock stops, since work that was queued or put off until now
+        # is training. Compilation is not.
+        before = compile_seconds()
         token_losses(model, rows[:size, :-1], rows[:size, 1:], _run.token_bytes)
-        _run.eval_began = _now() - (compile_seconds() - compiled)
+        _run.eval_began = _now() - (compile_seconds() - before)
         val_bpb, _ = score(model, rows, _run.token_bytes, size)
     except IntegrityError as error:
-        if _run.record is not None:
-            _run.record.unlink(missing_ok=True)  # the earlier evaluation's
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
     _run.eval_ended = _now()
@@ -648,18 +651,18 @@ def find_flags():
         ("overtime", elapsed(), TIME_BUDGET + GRACE),
         ("evaluation", _run.eval_ended - _run.eval_began, MAX_WAIT),
     ]
-    flags = [f"{name}: {took:.1f} s, over {most:g}" for name, took, most in limits if took > most]
+    flags = [f"{name}: {s:.1f} s, over {limit:g}" for name, s, limit in limits if s > limit]
     if _run.opened:
         flags.append(f"opened: the run itself read {', '.join(sorted(_run.opened))}")
     window = 0.4 * TIME_BUDGET
     earlier = sum(_run.served[1:5]) / window  # tokens per second, from 10 to 50 % of the budget
     later = sum(_run.served[5:9]) / window  # from 50 to 90 %
     steps = sum(len(losses) for losses in _run.losses) or _run.batches
-    step = sum(_run.served) / steps / window  # of one step, by which a window may differ
-    if abs(later - earlier) > max(MAX_SPEED_CHANGE * earlier, 2 * step):
+    one_step = sum(_run.served) / steps / window  # what one step more in a window changes
+    if abs(later - earlier) > max(MAX_SPEED_CHANGE * earlier, 2 * one_step):
         flags.append(
-            f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; other programs, or the change "
-            "itself if a second run does the same"
+            f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; another program computed, or, if "
+            "a second run shows the same, train.py itself changes its speed"
         )
     return "; ".join(flags) or "ok"
 
@@ -679,7 +682,7 @@ def report(val_bpb, stats):
     if DEVICE.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
     curve = loss_curve()
-    files = json.dumps(_run.manifest["files"])
+    data = hashlib.sha256(json.dumps(_run.manifest["files"]).encode())
     block = {
         "val_bpb": val_bpb,
         "training_seconds": elapsed(),
@@ -702,7 +705,7 @@ def report(val_bpb, stats):
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": _run.commit,
-        "data": hashlib.sha256(files.encode()).hexdigest()[:8],
+        "data": data.hexdigest()[:8],
         "prepare": _run.hashes[0][:8],
     }
     block |= {key: value for key, value in stats.items() if key not in block}
@@ -713,21 +716,25 @@ def report(val_bpb, stats):
     block["train"] = _run.hashes[1]
     moment = time.strftime("%Y%m%dT%H%M%S")
     commit = block["commit"].replace("/", "-")  # AUTORESEARCH_COMMIT may be a branch
-    _run.record = RUNS / f"{moment}_{commit}_{SEED}_{os.getpid()}.json"
-    temporary = _run.record.with_suffix(".tmp")
+    record = RUNS / f"{moment}_{commit}_{SEED}_{os.getpid()}.json"
+    temporary = record.with_suffix(".tmp")
     try:
         temporary.write_text(json.dumps(block, indent=1, default=str) + "\n")
-        temporary.replace(_run.record)
+        temporary.replace(record)
     except OSError as error:
         print(f"warning: {error}; the score above has no record.", file=sys.stderr)
 
 
 def format_value(key, value):
+    if value is None:
+        return "n/a"
+    if key == "curve":
+        return " ".join(f"{loss:.3f}" for loss in value)
+    if key in ("val_bpb", "train_loss"):
+        return f"{value:.6f}"
     if isinstance(value, float):
-        return f"{value:.6f}" if key in ("val_bpb", "train_loss") else f"{value:.2f}"
-    if isinstance(value, list):
-        return " ".join(f"{item:.3f}" for item in value)
-    return "n/a" if value is None else value
+        return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+    return value
 
 
 # ==== Part 2: preparing the cache ====
@@ -753,7 +760,9 @@ def read_shard(shard):
                     if text:
                         yield text
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ShardError(f"{shard} cannot be read: {error}") from None
+        raise ShardError(
+            f"{shard} cannot be read ({error}); replace it, or delete it to download it again."
+        ) from None
 
 
 # ---- ClimbMix ----
@@ -765,7 +774,7 @@ WAITS = (0, 1, 2, 4, 8)  # seconds before each attempt
 def download(path):
     """Downloads a shard, unless a whole one is there. Raises ShardError."""
     with contextlib.suppress(ShardError):
-        any(read_shard(path))  # raises unless it can be read
+        any(read_shard(path))  # raises unless its end and its first texts can be read
         return
     host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     url = f"{host}/datasets/{CLIMBMIX}/resolve/main/{path.name}"
@@ -810,7 +819,7 @@ PYTHON_SHARDS = 8  # for training
 
 
 def python_sources():
-    """{text: file name}, in a fixed order; of equal files the first."""
+    """{text: file name}, in a fixed order, without duplicates."""
     library = Path(os.__file__).parent
     files = [(file.relative_to(library), file) for file in sorted(library.rglob("*.py"))]
     for package in PACKAGES:
@@ -825,18 +834,18 @@ def python_sources():
 
 
 def python_corpus():
-    """The shards. One file in twenty is held out. Files are cut into 2 kB pieces, as most are
-    longer than a row, and the pieces are shuffled."""
+    """The shards. One file in twenty is held out. Files are cut into pieces of 2,048 characters, as
+    most are longer than a row, and the pieces are shuffled."""
 
-    def number(name):
+    def name_hash(name):
         return int(hashlib.sha256(name.encode()).hexdigest(), 16)
 
     train = []
     val = []
     for text, name in python_sources().items():
-        side = val if number(name) < 0.05 * 2**256 else train
+        side = val if name_hash(name) < 0.05 * 2**256 else train
         for i, piece in enumerate(re.findall(r"(?s).{1,2048}\n|.{1,2048}", text)):
-            side.append((number(f"{name}:{i}"), piece))
+            side.append((name_hash(f"{name}:{i}"), piece))
     train = [piece for _, piece in sorted(train)]
     val = [piece for _, piece in sorted(val)]
     return [train[i::PYTHON_SHARDS] for i in range(PYTHON_SHARDS)] + [val]
@@ -951,8 +960,8 @@ def publish(folder):
 
 
 def prepare(options):
-    """Builds all files in a new folder, so that no run sees a mixture, unless those that are there
-    are intact and the options, if any is given, are those of last time."""
+    """Builds all files in a new folder, so that no run sees a mixture, unless there are intact ones
+    that were built with these options. No options mean those of last time."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PROFILE}.new")
     if load_manifest(new):
@@ -969,11 +978,11 @@ def prepare(options):
         build(new, options)
         publish(new)
         manifest = load_manifest()
-    tokens = manifest["files"][TOKENS_FILE][0] / 2e6
-    rows = manifest["files"][ROWS_FILE][0] // (2 * MAX_SEQ_LEN + 2)
+    tokens = manifest["files"][TOKENS_FILE][0] // 2  # of two bytes each
+    rows = manifest["files"][ROWS_FILE][0] // (2 * (MAX_SEQ_LEN + 1))
     print(
-        f"ready: {PROFILE} profile, {tokens:.1f} million training tokens, {rows} validation rows; "
-        "next: uv run train.py"
+        f"ready: {PROFILE} profile, {tokens / 1e6:.1f} million training tokens, {rows} validation "
+        "rows; next: uv run train.py"
     )
 
 
@@ -1000,7 +1009,7 @@ def main():
     except ShardError as error:
         fail(str(error))
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, None)  # numpy gives no number
+        full = error.errno in (errno.ENOSPC, None)  # numpy's error of a full disk has no number
         remedy = "free space, or set" if full else "set"
         fail(f"{error}; {remedy} AUTORESEARCH_CACHE to another folder.")
     except KeyboardInterrupt:

@@ -412,11 +412,11 @@ def test_hidden_files_are_no_shards(other):
         ("shard_00000", os.unlink, "a folder of at least two *.parquet files"),
         ("shard_00000", lambda path: write_parquet(path, ["a"], "body"), "one column `text`"),
         ("shard_00000", two_columns, "one column `text`"),
-        ("shard_00000", invalid_utf8, "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        ("shard_00000", invalid_utf8, "cannot be read ('utf-8' codec can't decode byte 0xff"),
         ("shard_00000", lambda path: write_parquet(path, [b"\xff"]), "Invalid UTF8"),
         ("shard_00009", os.mkdir, "is a directory"),
         ("shard_00000", lambda path: write_parquet(path, ["", None]), "hold no text"),
-        ("shard_00000", damage_page, "cannot be read: could not verify page integrity"),
+        ("shard_00000", damage_page, "cannot be read (could not verify page integrity"),
         ("shard_00001", lambda path: write_parquet(path, ["short"]), "fills only 0 of 32 rows"),
     ],
 )

@@ -159,7 +159,7 @@ def test_each_flag_has_its_limit(fresh_run):
     fresh_run.opened = set("abc")
     assert prepare.find_flags().startswith(
         "startup: 301.0 s, over 300; overtime: 304.1 s, over 304; evaluation: 301.0 s, over 300; "
-        "opened: the run itself read a, b, c; unsteady: 20 tokens/s, then 10; other programs, "
+        "opened: the run itself read a, b, c; unsteady: 20 tokens/s, then 10; another program "
     )
 
 
@@ -187,7 +187,6 @@ def refused(capsys, model, words):
 
 
 def test_evaluation_stops_the_clock_and_comes_once(cache, fresh_run, whole, runs, capsys):
-    """The record of the first is gone with the second."""
     next(prepare.make_dataloader(None, 4, 64))
     score = prepare.evaluate_bpb(whole, None, 32)
     stopped = prepare.elapsed()
@@ -196,8 +195,8 @@ def test_evaluation_stops_the_clock_and_comes_once(cache, fresh_run, whole, runs
     assert record["val_bpb"] == score and 1 < score < 20
     assert record["train_loss"] is None and record["curve"] is None
     refused(capsys, whole, "once: ")
-    assert not read_records(runs)
-    runs.rmdir()  # a record that finds no place
+    assert read_records(runs) == [record]
+    prepare.shutil.rmtree(runs)  # a record that finds no place
     fresh_run.eval_began = None
     assert prepare.evaluate_bpb(whole, None, 32) == score
     out, err = capsys.readouterr()
@@ -343,13 +342,15 @@ def test_the_block_says_what_the_record_says(cache, fresh_run, runs, monkeypatch
     fresh_run.losses[1] = [5.0]
     fresh_run.losses[2] = [3.0, 4.0]
     stats = {"depth": 2, "num_params_M": 0.5, "num_steps": 4, "mine": 'two: words, "quoted" #1'}
+    stats |= {"rate": 0.0003, "betas": [0.8, "x"]}
     lies = dict.fromkeys(("val_bpb", "training_seconds", "seed", "total_tokens_M", "integrity"), 0)
     prepare.report(1.2345678, stats | lies)
-    record = json.loads(fresh_run.record.read_text())
+    [path] = runs.iterdir()
+    record = json.loads(path.read_text())
     block = parse_block(capsys.readouterr().out)
-    assert list(block) == [*NINE, *OTHERS, "mine", "integrity"]
-    assert fresh_run.record.parent == runs
-    assert fresh_run.record.name.endswith(f"_{record['commit']}_42_{os.getpid()}.json")
+    assert list(block) == [*NINE, *OTHERS, "mine", "rate", "betas", "integrity"]
+    assert block["rate"] == "0.0003"
+    assert path.name.endswith(f"_{record['commit']}_42_{os.getpid()}.json")
     assert record.pop("train") == prepare.sha256(train.__file__)
     assert list(record) == list(block)
     assert record.pop("curve") == [5.0, 5.0] + [3.5] * 8

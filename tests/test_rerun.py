@@ -86,7 +86,7 @@ def test_a_rerun_is_the_only_run_of_its_folder_and_takes_its_run_along(night, ca
             rerun.main("HEAD")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
-    assert capsys.readouterr().err.startswith("error: another run is going on in this folder; ")
+    assert capsys.readouterr().err.startswith("error: this folder has a run already; ")
     assert not os.path.exists(f"/proc/{run.strip()}")
     assert not list(night.parent.glob("autoresearch-rerun-*"))
 

@@ -105,5 +105,5 @@ def test_a_second_run_of_a_folder_is_refused(cache, tmp_path):
         refused = run_script(script, cwd=tmp_path)
         output, _ = process.communicate("go on\n")
     assert refused.returncode == 2 and not refused.stdout
-    assert re.fullmatch(r"error: another run .* in this folder; .*\n", refused.stderr)
+    assert re.fullmatch(r"error: this folder has a run already; .*\n", refused.stderr)
     assert process.returncode == 0 and parse_block(output)["integrity"] == "ok"
