@@ -289,15 +289,15 @@ def read_cache():
         problem = f"{damaged} is missing or not as it was prepared" if damaged else None
     if problem:
         fail(f"{problem}; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
-    changed = False
     try:
         _run.rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
         _run.tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
         _run.ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
         _run.token_bytes = Tokenizer.from_directory().token_bytes
+        changed = load_manifest() != manifest
     except FileNotFoundError:
         changed = True
-    if changed or load_manifest() != manifest:
+    if changed:
         fail("the cache was prepared anew while this run was starting; start it again.")
     return manifest
 
@@ -388,7 +388,7 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
     `buffer_docs` waiting documents that fits; if none fits, crops the shortest to fill the row and
     drops its tail. Ties go to the oldest."""
     source = enumerate(documents)
-    waiting = []  # (length, number, document), sorted
+    waiting = []  # (length, number, document), sorted; numbers tell documents of a length apart
     length_of = itemgetter(0)
     while True:
         row = np.empty(row_len, dtype=np.uint16)
@@ -400,8 +400,8 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
                 return
             space = row_len - filled
             fitting = bisect.bisect_right(waiting, space, key=length_of)  # how many fit
-            length = length_of(waiting[fitting - 1 if fitting else 0])
-            oldest = bisect.bisect_left(waiting, length, key=length_of)  # of that length
+            best = max(fitting - 1, 0)  # the longest that fits, or the shortest of all
+            oldest = bisect.bisect_left(waiting, length_of(waiting[best]), key=length_of)
             document = waiting.pop(oldest)[2][:space]
             row[filled : filled + len(document)] = document
             filled += len(document)
@@ -419,11 +419,13 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
 
     def read_documents():
         nonlocal epoch
+        count = len(_run.ends) - 1
         shards = _run.manifest["shards"]
-        first = shards[SEED % len(shards)]  # the seed picks the first shard
+        first = shards[SEED % len(shards)]  # begins at the shard that the seed picks
         while True:
             epoch += 1
-            for i in itertools.chain(range(first, len(_run.ends) - 1), range(first)):
+            for k in range(count):
+                i = (first + k) % count
                 yield _run.tokens[_run.ends[i] : _run.ends[i + 1]]
 
     def serve_batches():
@@ -514,10 +516,10 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(tokens, rng):
-    """For each row of `tokens`, uint16 [N, T + 1], how many inputs it keeps, 1 to T - 1. A leak of
-    the next token shows only at the last input before a cut. So a third of the cuts fall where a
-    chunk of 8 positions ends, a third after a common token, each time another one, and a third
-    anywhere."""
+    """For each row of `tokens`, uint16 [N, T + 1], how many inputs it keeps, 1 to T - 1. A model
+    that sees one token ahead betrays itself only at the last input that is kept, so cuts fall where
+    that is likely: in rows 0, 3, 6 and so on at a multiple of 8, where chunks end; in rows 1, 4, 7
+    after a common token, each time the next in frequency; in the others anywhere."""
     N, T = tokens.shape[0], tokens.shape[1] - 1
     cuts = rng.integers(1, T, N)
     cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)
@@ -526,15 +528,15 @@ def draw_cuts(tokens, rng):
         places = np.flatnonzero(tokens[i, : T - 1] == token)
         if len(places):
             cuts[i] = rng.choice(places) + 1
-    cuts[[2, 5]] = (2, T - 1)  # and one near each end
+    cuts[2] = 2
+    cuts[5] = T - 1
     return cuts
 
 
 def probe(model, rows, losses, size, token_bytes, rng):
     """Scores some rows again. In seven of eight, another row's tokens replace all inputs from a cut
-    on. Losses before the cut must not change (`causality`; `edges`: at the first position and right
-    before the cut), nor any loss of the other rows (`isolation`). Returns {probe: absolute changes
-    in nats}."""
+    on. No loss may change before the cut (`causality`; `edges` are the first and the last of them),
+    nor in the other rows (`isolation`). Returns {probe: absolute changes in nats}."""
     count = min(PROBE_ROWS, len(rows)) // size * size
     chosen = rng.permutation(len(rows))[:count]
     inputs = rows[chosen, :-1]
@@ -542,7 +544,8 @@ def probe(model, rows, losses, size, token_bytes, rng):
     cuts = draw_cuts(rows[chosen], rng)[:, None]
     is_cut = np.arange(count)[:, None] % 8 > 0
     position = np.arange(inputs.shape[1])
-    altered = np.where(is_cut & (position >= cuts), np.roll(inputs, 1, axis=0), inputs)
+    before_cut = is_cut & (position < cuts)
+    altered = np.where(before_cut | ~is_cut, inputs, np.roll(inputs, 1, axis=0))
     again = []
     for begin in range(0, count, size):
         batch = slice(begin, begin + size)
@@ -551,8 +554,8 @@ def probe(model, rows, losses, size, token_bytes, rng):
     at_edge = (position == 0) | (position == cuts - 1)
     return {
         "isolation": moved[~is_cut[:, 0]],
-        "causality": moved[is_cut & (position < cuts)],
-        "edges": moved[is_cut & at_edge],
+        "causality": moved[before_cut],
+        "edges": moved[before_cut & at_edge],
     }
 
 
@@ -624,11 +627,12 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
         print(f"evaluating on {len(rows)} rows", flush=True)
         size = eval_batch_size(batch_size)
         model.eval()
-        # Scores one batch before the clock stops, since work that was queued or put off until now
-        # is training. Compilation is not.
-        before = compile_seconds()
+        # Work that was queued or put off until now counts as training, so the clock stops only
+        # after a batch has been scored. Compiling it does not count.
+        compiling = -compile_seconds()
         token_losses(model, rows[:size, :-1], rows[:size, 1:], _run.token_bytes)
-        _run.eval_began = _now() - (compile_seconds() - before)
+        compiling += compile_seconds()
+        _run.eval_began = _now() - compiling
         val_bpb, _ = score(model, rows, _run.token_bytes, size)
     except IntegrityError as error:
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
@@ -654,11 +658,11 @@ def find_flags():
     flags = [f"{name}: {s:.1f} s, over {limit:g}" for name, s, limit in limits if s > limit]
     if _run.opened:
         flags.append(f"opened: the run itself read {', '.join(sorted(_run.opened))}")
-    window = 0.4 * TIME_BUDGET
-    earlier = sum(_run.served[1:5]) / window  # tokens per second, from 10 to 50 % of the budget
-    later = sum(_run.served[5:9]) / window  # from 50 to 90 %
+    seconds = 0.4 * TIME_BUDGET
+    earlier = sum(_run.served[1:5]) / seconds  # tokens per second from 10 to 50 % of the budget
+    later = sum(_run.served[5:9]) / seconds  # from 50 to 90 %
     steps = sum(len(losses) for losses in _run.losses) or _run.batches
-    one_step = sum(_run.served) / steps / window  # what one step more in a window changes
+    one_step = sum(_run.served) / steps / seconds  # by how much one step more raises either
     if abs(later - earlier) > max(MAX_SPEED_CHANGE * earlier, 2 * one_step):
         flags.append(
             f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; another program computed, or, if "
@@ -753,10 +757,11 @@ def read_shard(shard):
     try:
         with pq.ParquetFile(shard, page_checksum_verification=True) as file:
             columns = [file.schema.column(i) for i in range(len(file.schema))]
-            if [c.physical_type for c in columns if c.path == "text"] != ["BYTE_ARRAY"]:
+            types = [column.physical_type for column in columns if column.path == "text"]
+            if types != ["BYTE_ARRAY"]:  # none, several, nested or not of strings
                 raise ShardError(f"{shard} must have one column `text` of strings; convert it.")
             for batch in file.iter_batches(batch_size=512, columns=["text"]):
-                for text in batch["text"].cast(pa.string()).to_pylist():  # bytes must be UTF-8
+                for text in batch["text"].cast(pa.string()).to_pylist():  # checks bytes for UTF-8
                     if text:
                         yield text
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -834,8 +839,8 @@ def python_sources():
 
 
 def python_corpus():
-    """The shards. One file in twenty is held out. Files are cut into pieces of 2,048 characters, as
-    most are longer than a row, and the pieces are shuffled."""
+    """The shards. Files are cut into pieces, as most are longer than a row. The hash of its name
+    decides whether a file is held out, one in twenty; sorting pieces by hash shuffles them."""
 
     def name_hash(name):
         return int(hashlib.sha256(name.encode()).hexdigest(), 16)
@@ -844,7 +849,8 @@ def python_corpus():
     val = []
     for text, name in python_sources().items():
         side = val if name_hash(name) < 0.05 * 2**256 else train
-        for i, piece in enumerate(re.findall(r"(?s).{1,2048}\n|.{1,2048}", text)):
+        pieces = re.findall(r"(?s).{1,2048}\n|.{1,2048}", text)  # up to the end of a line
+        for i, piece in enumerate(pieces):
             side.append((name_hash(f"{name}:{i}"), piece))
     train = [piece for _, piece in sorted(train)]
     val = [piece for _, piece in sorted(val)]
@@ -960,12 +966,12 @@ def publish(folder):
 
 
 def prepare(options):
-    """Builds all files in a new folder, so that no run sees a mixture, unless there are intact ones
-    that were built with these options. No options mean those of last time."""
+    """Does nothing if the files are intact and were built with these options; no options mean those
+    of last time. Otherwise builds them in a new folder, so that no run sees a mixture."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PROFILE}.new")
     if load_manifest(new):
-        publish(new)  # the last preparation was killed while it did this
+        publish(new)  # a preparation was killed when it had finished this folder
     shutil.rmtree(new, ignore_errors=True)
     manifest = load_manifest()
     intact = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])

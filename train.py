@@ -361,7 +361,7 @@ def orthogonalise(g, dtype):
     tall = x.shape[-2] > x.shape[-1]
     for a, b, c in POLAR_EXPRESS:
         gram = x.mT @ x if tall else x @ x.mT  # the smaller of the two
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
         x = torch.baddbmm(x, x, poly, beta=a) if tall else torch.baddbmm(x, poly, x, beta=a)
     return x
 
@@ -382,7 +382,7 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     square = update.square().mean(short_dim, keepdim=True)
     exp_avg_sq.lerp_(square, 1 - beta2)
     scale = exp_avg_sq.clamp_min(eps).rsqrt()
-    before = square.mean((-2, -1), keepdim=True)  # the mean square, as it is and once scaled
+    before = square.mean((-2, -1), keepdim=True)  # mean square, as it is and once it is scaled
     after = (square * scale.square()).mean((-2, -1), keepdim=True)
     update = update * (scale * (before / after.clamp_min(eps)).sqrt())
     update = update + decay * p * (update * p >= 0)
@@ -390,8 +390,9 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
 
 
 class MuonAdamW:
-    """Muon or AdamW (arXiv 1711.05101) for each group, by its kind. torch's AdamW holds the same
-    group dictionaries, so it follows the schedules. `update` is muon_update, compiled or not."""
+    """Muon or AdamW (arXiv 1711.05101) for each group, by its kind. torch's AdamW keeps these group
+    dictionaries, not copies, so what set_schedules writes into them reaches it. `update` is
+    muon_update, compiled or not."""
 
     def __init__(self, groups, dtype, update=muon_update):
         self.param_groups = groups
@@ -499,7 +500,7 @@ def mfu_percent(flops):
     """Model FLOPs utilisation: `flops`, those of the whole run, as a percentage of what the GPU's
     peak allows; None for a GPU that is not in the table."""
     peak = PEAK_TFLOPS.get(DEVICE_NAME)
-    return 100 * flops / elapsed() / (peak * 1e12) if peak else None
+    return 100 * flops / (elapsed() * peak * 1e12) if peak and elapsed() else None
 
 
 def train(model, optimizer, batches, micro_batches):
@@ -517,7 +518,8 @@ def train(model, optimizer, batches, micro_batches):
         if step > 0:
             log_step(step, last_loss, lr=f"x{lr_factor(progress):.2f}", epoch=batch[2])
         step += 1
-        # So far elapsed() covers step - 1 steps. It must be exact before the last one.
+        # A GPU may still compute this step, so that elapsed() covers step - 1 steps only. Where the
+        # next step may be the last, wait: then the test of the loop is exact.
         if elapsed() * (step + 1) >= TIME_BUDGET * (step - 1):
             loss = loss.item()
     log_step(step, loss)
@@ -540,12 +542,13 @@ def load_fa3():
 
     repository = "kernels-community/flash-attn3"
     pin = CACHE / "flash-attn3-v1"  # holds the path of that copy
-    if pin.exists() and os.path.isdir(pin.read_text()):
-        os.environ.setdefault("LOCAL_KERNELS", f"{repository}={pin.read_text()}")
+    copy = pin.read_text() if pin.exists() else ""
+    if os.path.isdir(copy):
+        os.environ.setdefault("LOCAL_KERNELS", f"{repository}={copy}")
     module = get_kernel(repository, version=1)
     snapshot = "local"
     for folder in Path(module.__file__).parents:
-        if folder.parent.name == "snapshots":
+        if folder.parent.name == "snapshots":  # where the hub keeps a download, by its commit
             snapshot = folder.name[:8]
             if os.access(CACHE, os.W_OK):
                 pin.write_text(str(folder))
@@ -588,7 +591,7 @@ def attend_blocks(q, k, v, window):
     times as fast as sdpa."""
     T = q.shape[1]
     size = largest_divisor(T, CPU_QUERY_BLOCK)
-    before = math.ceil(window / size)  # blocks
+    before = math.ceil(window / size)
     if (before + 1) * size >= T:  # the window spans all blocks: use one
         size = T
         before = 0
@@ -598,13 +601,14 @@ def attend_blocks(q, k, v, window):
     q, k, v = (x.unflatten(1, (-1, size)).transpose(2, 3) for x in (q, k, v))
 
     def with_blocks_before(x):  # [B, N, H, size, D] -> [B, N, H, (before + 1) * size, D]
-        shifted = [F.pad(x[:, :-i], (0, 0, 0, 0, 0, 0, i, 0)) for i in range(before, 0, -1)]
-        return torch.cat((*shifted, x), dim=3)
+        N = x.shape[1]
+        padded = F.pad(x, (0, 0, 0, 0, 0, 0, before, 0))  # empty blocks in front of the first
+        return torch.cat([padded[:, i : i + N] for i in range(before + 1)], dim=3)
 
-    begin = torch.arange(0, T, size, device=q.device)[:, None, None, None]
-    query = torch.arange(size, device=q.device)[:, None]  # relative to the block's begin
-    key = torch.arange(-before * size, size, device=q.device)
-    hidden = (key > query) | (key < query - window) | (begin + key < 0)  # [N, 1, size, keys]
+    query = torch.arange(T, device=q.device).view(-1, 1, size, 1)  # positions in the row
+    key = query[:, :, :1] + torch.arange(-before * size, size, device=q.device)
+    distance = query - key  # [N, 1, size, (before + 1) * size]
+    hidden = (distance < 0) | (distance > window) | (key < 0)
     # Added to the scores, since masking them is slow in compiled code.
     bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
     scores = q @ with_blocks_before(k).mT * q.shape[-1] ** -0.5
@@ -642,13 +646,14 @@ def probe_attention(attend, device, dtype, config):
     if COMPILE and device.type == "cuda":
         attend = torch.compile(attend, dynamic=False)  # may fail where the kernel does not
     generator = torch.Generator().manual_seed(0)
+    # Of q, k, v and the gradient of the output:
     heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
     for window in sorted(set(config.windows)):
         shapes = [(1, config.sequence_len, count, config.head_dim) for count in heads]
         tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
         results = []
-        for function, kind in ((attend, dtype), (attend_sdpa, torch.float32)):
-            *inputs, grad = (x.to(kind, copy=True).requires_grad_() for x in tensors)
+        for function, precision in ((attend, dtype), (attend_sdpa, torch.float32)):
+            *inputs, grad = (x.to(precision, copy=True).requires_grad_() for x in tensors)
             out = function(*inputs, window)
             results.append((out, *torch.autograd.grad(out, inputs, grad)))
         for name, got, want in zip(("forward", "dq", "dk", "dv"), *results, strict=True):
@@ -670,8 +675,6 @@ def choose_attention(device, dtype, config):
     """(name, attend) of the first back-end for this device that passes the probe; prints why others
     were rejected."""
     names = LADDER[device.type] if ATTENTION == "auto" else (ATTENTION,)
-    if ATTENTION == "auto" and torch.version.hip:  # AMD: its flash attention was never tried
-        names = ("sdpa",)
     for name in names:
         try:
             attend = BACKENDS[name]()
@@ -688,10 +691,9 @@ def choose_attention(device, dtype, config):
 def rehearse(model, compiled_model, optimizer, rows):
     """Runs two training steps and one batch of evaluation on random tokens, so that everything is
     compiled and known to fit."""
-    shape = (2, rows, MAX_SEQ_LEN)
     device = model.lm_head.weight.device
-    inputs, targets = torch.randint(model.config.vocab_size, shape, device=device)
-    batch = (inputs, targets, 0)
+    inputs = torch.randint(model.config.vocab_size, (rows, MAX_SEQ_LEN), device=device)
+    batch = (inputs, inputs.clone(), 0)  # twice the same tensor would be compiled differently
     model.train()  # the last rehearsal may have run out of memory in evaluation
     set_schedules(optimizer, 0.0, 0)
     # The first step allocates the optimizer's state, too. Two micro-batches are enough: the first
@@ -712,24 +714,18 @@ def for_evaluation(model, compiled_model):
 
 
 def is_out_of_memory(error):
-    """CUDA raises an OutOfMemoryError, MPS and CPUs a RuntimeError."""
+    """MPS, CPUs and compilers raise other errors than CUDA, but with these words."""
     words = ("out of memory", "allocate memory")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def failed_allocations():
-    """How often the GPU has lacked memory; a kernel may hide that in an error of its own."""
-    return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_initialized() else 0
-
-
 def fits(model, compiled_model, optimizer, rows):
     """Rehearses a run with `rows` rows at a time. False if memory does not suffice."""
-    failed = failed_allocations()
     try:
         rehearse(model, compiled_model, optimizer, rows)
         return True
     except Exception as error:
-        if is_out_of_memory(error) or failed_allocations() > failed:
+        if is_out_of_memory(error):
             return False
         raise
 
