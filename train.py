@@ -34,6 +34,7 @@ from prepare import (  # before torch: this starts the clock of total_seconds
     log_step,
     make_dataloader,
     start,
+    tokens_per_second,
 )
 
 import torch
@@ -271,9 +272,9 @@ def initialise(model, dtype, seed):
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     s = MATRIX_SCALE * math.sqrt(3 / config.n_embd)
-    if dtype == torch.bfloat16:
-        model.wte.to(dtype)  # in place
-        model.value_embeddings.to(dtype)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and dtype == torch.bfloat16:
+            module.to(dtype)  # in place
 
     model.wte.weight.normal_(0, EMBEDDING_STD, generator=generator)
     model.lm_head.weight.normal_(0, UNEMBEDDING_STD, generator=generator)
@@ -309,7 +310,7 @@ def parameter_groups(model):
     head_lr = UNEMBEDDING_LR * scale
     table_lr = EMBEDDING_LR * scale
     head = list(model.lm_head.parameters())
-    tables = list(model.value_embeddings.parameters())
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     x0 = [] if model.x0_lambdas is None else [model.x0_lambdas]
     vectors = [p for p in model.blocks.parameters() if p.ndim < 2]  # gains, biases and the like
     matrices = defaultdict(list)
@@ -321,7 +322,6 @@ def parameter_groups(model):
     columns =    ("kind",  "params",              "peak_lr",  "betas",    "peak_decay", "eps")
     rows = [
                  ("adamw", head,                  head_lr,    ADAM_BETAS, 0.0,          EPS),
-                 ("adamw", [model.wte.weight],    table_lr,   ADAM_BETAS, 0.0,          EPS),
                  ("adamw", tables,                table_lr,   ADAM_BETAS, 0.0,          EPS),
                  ("adamw", [model.resid_lambdas], RESID_LR,   ADAM_BETAS, 0.0,          EPS),
                  ("adamw", x0,                    SCALAR_LR,  X0_BETAS,   0.0,          EPS),
@@ -496,11 +496,11 @@ PEAK_TFLOPS = {
 # fmt: on
 
 
-def mfu_percent(flops):
-    """Model FLOPs utilisation: `flops`, those of the whole run, as a percentage of what the GPU's
-    peak allows; None for a GPU that is not in the table."""
+def mfu_percent(flops_per_token):
+    """Model FLOPs utilisation: the share of the GPU's peak that the run has used; None for a GPU
+    that is not in the table."""
     peak = PEAK_TFLOPS.get(DEVICE_NAME)
-    return 100 * flops / (elapsed() * peak * 1e12) if peak and elapsed() else None
+    return 100 * flops_per_token * tokens_per_second() / (peak * 1e12) if peak else None
 
 
 def train(model, optimizer, batches, micro_batches):
@@ -817,7 +817,7 @@ def main():
         for_evaluation(model, compiled_model),
         tokenizer,
         rows,
-        mfu_percent=mfu_percent(flops_per_token * steps * TOTAL_BATCH_SIZE),
+        mfu_percent=mfu_percent(flops_per_token),
         num_steps=steps,
         num_params_M=num_params / 1e6,
         depth=DEPTH,
