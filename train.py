@@ -805,7 +805,7 @@ def main():
         f"FLOPs per token, {dtype}, attention {backend}, torch {torch.__version__}"
     )
     if COMPILE:
-        print("warming up: after a change compiling takes 1 to 2 minutes, else 10 s", flush=True)
+        print("warming up: 10 s, or up to two minutes if the model has to be compiled", flush=True)
     compiled_model, optimizer, rows = warm_up(model, dtype)
     micro_batches = accumulation_steps(rows)
     size = f"{micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens"

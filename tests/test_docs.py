@@ -109,7 +109,7 @@ def test_the_sandbox_opens_the_same_places_where_one_is_a_symbolic_link(link, tm
 
     shell_blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     [sandbox] = [text for text in shell_blocks if "confined()" in text]
-    agents = [text for text in shell_blocks if text.startswith("confined ")]
+    [agents] = [text.splitlines() for text in shell_blocks if text.startswith("confined ")]
     for agent, own in zip(agents, ([".claude", ".claude.json"], [".codex"]), strict=True):
         done = subprocess.run(
             ["bash", "-c", f'cd "{clone}"\n{sandbox}\n{agent}'],
