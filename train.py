@@ -68,8 +68,9 @@ DEVICE_BATCH_SIZE = by_profile(full=128, medium=16, small=8)           # rows at
 EMBEDDING_LR      = by_profile(full=0.6, medium=0.6, small=0.3)        # wte, ve
 UNEMBEDDING_LR    = by_profile(full=0.004, medium=0.004, small=0.002)  # lm_head
 MATRIX_LR         = by_profile(full=0.04, medium=0.04, small=0.02)     # matrices in the blocks
-SCALAR_LR         = 0.5                              # x0_lambdas, vectors in the blocks
+SCALAR_LR         = 0.5                              # x0_lambdas
 RESID_LR          = 0.005                            # resid_lambdas
+VECTOR_LR         = 0.05                             # gains, biases and the like in the blocks
 WIDTH_LR_POWER    = -0.5                             # lm_head, wte, ve: lr * (C / 768) ** this
 WEIGHT_DECAY      = 0.2                              # of Muon's matrices, falls to 0 over the run
 ADAM_BETAS        = (0.8, 0.95)                      # beta1, beta2
@@ -312,7 +313,7 @@ def parameter_groups(model):
     head = list(model.lm_head.parameters())
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     x0 = [] if model.x0_lambdas is None else [model.x0_lambdas]
-    vectors = [p for p in model.blocks.parameters() if p.ndim < 2]  # gains, biases and the like
+    vectors = [p for p in model.blocks.parameters() if p.ndim < 2]  # none, as shipped
     matrices = defaultdict(list)
     for p in model.blocks.parameters():
         if p.ndim == 2:
@@ -325,7 +326,7 @@ def parameter_groups(model):
                  ("adamw", tables,                table_lr,   ADAM_BETAS, 0.0,          EPS),
                  ("adamw", [model.resid_lambdas], RESID_LR,   ADAM_BETAS, 0.0,          EPS),
                  ("adamw", x0,                    SCALAR_LR,  X0_BETAS,   0.0,          EPS),
-                 ("adamw", vectors,               SCALAR_LR,  ADAM_BETAS, 0.0,          EPS),
+                 ("adamw", vectors,               VECTOR_LR,  ADAM_BETAS, 0.0,          EPS),
     ]
     for params in matrices.values():
         rows += [("muon",  params,                MATRIX_LR,  MUON_BETAS, WEIGHT_DECAY, EPS)]

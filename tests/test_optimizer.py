@@ -51,13 +51,14 @@ class GainedMLP(train.MLP):
         return super().forward(self.gain * x)
 
 
-def test_vectors_in_the_blocks_are_trained_by_adamw():
+def test_vectors_in_the_blocks_are_trained_by_adamw(monkeypatch):
+    set_knobs(monkeypatch, VECTOR_LR=0.07)
     model = build(tiny(), scramble=False)
     model.blocks[1].mlp = GainedMLP(model.config)
     vectors = [model.blocks[1].mlp.gain, model.blocks[1].mlp.down.bias]
     [row] = [g for g in train.parameter_groups(model) if {*g["params"]}.intersection(vectors)]
     assert row["params"] == vectors
-    assert row["kind"] == "adamw" and row["peak_decay"] == 0
+    assert row["kind"] == "adamw" and row["peak_lr"] == 0.07 and row["peak_decay"] == 0
     check_training(model)
 
 
