@@ -602,14 +602,15 @@ def attend_blocks(q, k, v, window):
     q, k, v = (x.unflatten(1, (-1, size)).transpose(2, 3) for x in (q, k, v))
 
     def with_blocks_before(x):  # [B, N, H, size, D] -> [B, N, H, (before + 1) * size, D]
-        N = x.shape[1]
-        padded = F.pad(x, (0, 0, 0, 0, 0, 0, before, 0))  # empty blocks in front of the first
-        return torch.cat([padded[:, i : i + N] for i in range(before + 1)], dim=3)
+        shifted = [F.pad(x[:, :-i], (0, 0, 0, 0, 0, 0, i, 0)) for i in range(before, 0, -1)]
+        return torch.cat((*shifted, x), dim=3)
 
-    query = torch.arange(T, device=q.device).view(-1, 1, size, 1)  # positions in the row
-    key = query[:, :, :1] + torch.arange(-before * size, size, device=q.device)
-    distance = query - key  # [N, 1, size, (before + 1) * size]
-    hidden = (distance < 0) | (distance > window) | (key < 0)
+    # Relative to the block's begin, since positions in the row make it 5 % slower.
+    query = torch.arange(size, device=q.device)[:, None]
+    key = torch.arange(-before * size, size, device=q.device)
+    begin = torch.arange(0, T, size, device=q.device)[:, None, None, None]
+    before_row = begin + key < 0
+    hidden = (key > query) | (key < query - window) | before_row  # [N, 1, size, keys]
     # Added to the scores, since masking them is slow in compiled code.
     bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
     scores = q @ with_blocks_before(k).mT * q.shape[-1] ** -0.5
