@@ -107,3 +107,13 @@ def test_a_second_run_of_a_folder_is_refused(cache, tmp_path):
     assert refused.returncode == 2 and not refused.stdout
     assert re.fullmatch(r"error: this folder has a run already; .*\n", refused.stderr)
     assert process.returncode == 0 and parse_block(output)["integrity"] == "ok"
+
+
+@pytest.mark.parametrize("line", ["    num_params = sum(", EVALUATE])
+def test_a_run_that_needs_too_much_memory_says_so(cache, tmp_path, line):
+    """A petabyte, where the model is built and after training."""
+    done = train(edited(tmp_path / "code", [before(line, "    torch.empty(2**50)\n")]))
+    assert done.returncode == 5
+    *_, last = done.output.splitlines()
+    assert last.startswith("error: RuntimeError: ") and "can't allocate memory" in last
+    assert last.endswith("; lower DEPTH, ASPECT_RATIO or DEVICE_BATCH_SIZE.")
