@@ -38,7 +38,7 @@ def test_the_momentum_rises_to_the_first_of_the_betas(monkeypatch):
 def test_each_group_follows_its_own_row(monkeypatch):
     set_knobs(monkeypatch, MUON_BETAS=(0.9, 0.7), FINAL_LR_FRAC=0.1)
     optimizer = build_optimizer(build(tiny()))
-    assert len(optimizer.param_groups) == 9
+    assert len(optimizer.param_groups) == 8
     for progress, step, factor in ((0.0, 0, 1.0), (0.75, 150, 0.55), (1.0, 10**6, 0.1)):
         train.set_schedules(optimizer, progress, step)
         for group in optimizer.param_groups:
