@@ -978,8 +978,8 @@ def prepare(options):
     if all(value is None for value in options.values()):
         options = manifest.get("options", options)
     elif options["data_dir"]:
-        stats = [[file.name, file.stat()] for file in list_files(options["data_dir"])]
-        options["files"] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        files = list_files(options["data_dir"])
+        options["files"] = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     if not intact or options != manifest["options"]:
         build(new, options)
         publish(new)

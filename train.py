@@ -265,6 +265,10 @@ class GPT(nn.Module):
 
 
 # ---- Initialisation ----
+def embeddings(model):
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
+
+
 @torch.no_grad()
 def initialise(model, dtype, seed):
     """Sets every parameter and buffer. The embedding tables become bf16 if that is `dtype`; with
@@ -273,9 +277,9 @@ def initialise(model, dtype, seed):
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     s = MATRIX_SCALE * math.sqrt(3 / config.n_embd)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and dtype == torch.bfloat16:
-            module.to(dtype)  # in place
+    if dtype == torch.bfloat16:
+        for embedding in embeddings(model):
+            embedding.to(dtype)  # in place
 
     model.wte.weight.normal_(0, EMBEDDING_STD, generator=generator)
     model.lm_head.weight.normal_(0, UNEMBEDDING_STD, generator=generator)
@@ -311,7 +315,7 @@ def parameter_groups(model):
     head_lr = UNEMBEDDING_LR * scale
     table_lr = EMBEDDING_LR * scale
     head = list(model.lm_head.parameters())
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = [embedding.weight for embedding in embeddings(model)]
     x0 = [] if model.x0_lambdas is None else [model.x0_lambdas]
     vectors = [p for p in model.blocks.parameters() if p.ndim < 2]  # none, as shipped
     matrices = defaultdict(list)
