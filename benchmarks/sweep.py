@@ -4,7 +4,8 @@ Trains settings of the knobs one by one; this found the small profile's values.
     uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048"
     uv run benchmarks/sweep.py --seconds 300 --seeds 42 43 "" "WINDOW_PATTERN='SSSL'"
     uv run benchmarks/sweep.py --steps 1200 --jobs 2 "" "DEPTH=3 ASPECT_RATIO=64 @1.21"
-    uv run benchmarks/sweep.py --random 24 --log /tmp/search.jsonl    # as many random ideas
+    uv run benchmarks/sweep.py --random 24 --log /tmp/random.jsonl    # as many random ideas
+    uv run --group tpe benchmarks/sweep.py --tpe 24 --log /tmp/tpe.jsonl    # ideas of an optimizer
 
 A setting is a list of KNOB=value, "" for train.py as it is. Each knob is one line substituted in a
 copy of train.py. The ratio is that of val_bpb to the first setting's at the same seed.
@@ -14,12 +15,15 @@ that many optimizer steps, however long they take, times the number after the @:
 setting takes while the first one takes one, as compare.py --steps measures it. So neither other
 programs nor the number of runs at once (--jobs) matter.
 
-Random search is the baseline for a night of an agent's ideas. An idea draws new values for one or
-two knobs of the best setting, from the ranges below, which were written down before the first run;
-lower wins. Each run is a line of the log; a search that was cut off goes on from there.
+Random search and TPE are the baselines for a night of an agent's ideas. A random idea draws new
+values for one or two knobs of the best setting, from the ranges below, which were written down
+before the first run. TPE (arXiv 2304.11127, by optuna) begins with ten such changes of train.py as
+it is and then chooses all knobs itself. Lower wins. Each run is a line of the log; a search that
+was cut off goes on from there.
 """
 
 import argparse
+import ast
 import json
 import math
 import os
@@ -27,6 +31,7 @@ import re
 import sys
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -35,6 +40,7 @@ from benchmarks.common import (
     ROOT,
     RunError,
     copy_scripts,
+    import_train,
     print_header,
     print_row,
     run_training,
@@ -112,7 +118,7 @@ def print_sweep(args):
             print_row(*[f"{record[key]:{form}}" for key, form in COLUMNS.items()])
 
 
-# ---- Random search ----
+# ---- Random search and TPE ----
 # The small profile's knobs are drawn evenly, evenly in the logarithm, as powers of two, or from a
 # list.
 RANGES = {
@@ -134,6 +140,7 @@ RANGES = {
     "WARMDOWN_RATIO": ("even", 0.2, 1),
     "FINAL_LR_FRAC": ("even", 0, 0.2),
 }
+TPE_RANDOM_IDEAS = 10  # from which it learns before it chooses
 
 
 def draw(knob, rng):
@@ -149,7 +156,7 @@ def draw(knob, rng):
     return float(f"{rng.uniform(low, high):.3g}")
 
 
-def next_idea(best, number):
+def random_idea(best, number):
     """The best {knob: value} with one or two knobs changed."""
     rng = np.random.default_rng([0, number])
     changed = dict(best)
@@ -161,6 +168,65 @@ def next_idea(best, number):
 def as_setting(knobs):
     """Text for common.substitute."""
     return " ".join(f"{knob}={value}" for knob, value in knobs.items())
+
+
+def as_knobs(setting):
+    """The {knob: value} of a text."""
+    items = (item.split("=") for item in setting.split())
+    return {knob: ast.literal_eval(value) for knob, value in items}
+
+
+def as_position(knob, value):
+    """What TPE sees: the place in a list, the exponent of a power of two, or the value itself."""
+    kind, *limits = RANGES[knob]
+    if kind == "of":
+        return limits.index(value)
+    return value.bit_length() - 1 if kind == "power" else value
+
+
+def at_position(knob, position):
+    """The value there, the opposite of as_position; floats get three digits."""
+    kind, *limits = RANGES[knob]
+    if kind == "of":
+        return limits[position]
+    return 2**position if kind == "power" else float(f"{position:.3g}")
+
+
+def tpe_idea(lines, number):
+    """The {knob: value} that TPE proposes after the lines of the log. Runs that crashed or were
+    flagged are told as failed, not as a bad score."""
+    if number <= TPE_RANDOM_IDEAS:
+        return random_idea({}, number)
+    import optuna
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = {}
+    for knob, (kind, *limits) in RANGES.items():
+        if kind == "of":
+            space[knob] = IntDistribution(0, len(limits) - 1)
+        elif kind == "power":
+            space[knob] = IntDistribution(*limits)
+        else:
+            space[knob] = FloatDistribution(*limits, log=kind == "log")
+    train = import_train()
+    as_it_is = {knob: getattr(train, knob) for knob in RANGES}
+    # Its seed is the number, so a search that was cut off proposes what it would have proposed.
+    sampler = optuna.samplers.TPESampler(seed=number, n_startup_trials=1)
+    study = optuna.create_study(sampler=sampler)
+    for line in lines:
+        knobs = as_it_is | as_knobs(line["setting"])
+        failed = line["integrity"] != "ok"
+        trial = optuna.trial.create_trial(
+            params={knob: as_position(knob, value) for knob, value in knobs.items()},
+            distributions=space,
+            value=None if failed else line["val_bpb"],
+            state=optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE,
+        )
+        study.add_trial(trial)
+    proposed = study.ask(space).params
+    knobs = {knob: at_position(knob, position) for knob, position in proposed.items()}
+    return {knob: value for knob, value in knobs.items() if value != as_it_is[knob]}
 
 
 def better_of_two(run):
@@ -183,15 +249,18 @@ def run_knobs(knobs, seconds):
     return {key: record[key] for key in ("val_bpb", "integrity", "num_steps")}
 
 
-def search(log, ideas, seconds):
+def search(log, ideas, seconds, tpe):
     lines = log.read_text().splitlines() if log.exists() else []
+    lines = [json.loads(line) for line in lines]
     best = {}
     baseline = lowest = math.nan
     print_header("idea", "val_bpb", "ratio", "kept", "steps", "integrity", "setting")
     for number in range(ideas + 1):
-        knobs = next_idea(best, number) if number else {}
+        knobs = {}
+        if number:
+            knobs = tpe_idea(lines[:number], number) if tpe else random_idea(best, number)
         if number < len(lines):
-            line = json.loads(lines[number])
+            line = lines[number]
             if line["setting"] != as_setting(knobs):
                 raise SystemExit(f"error: {log} is of another search; name another file.")
         else:
@@ -200,6 +269,7 @@ def search(log, ideas, seconds):
                 raise SystemExit(f"error: no baseline: {line['integrity']}")
             with open(log, "a") as file:
                 file.write(json.dumps(line) + "\n")
+            lines.append(line)
         score = line["val_bpb"]
         if number == 0:
             baseline = lowest = score
@@ -226,13 +296,17 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--steps", type=int, help="of optimization, instead of seconds")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --steps")
-    parser.add_argument("--random", type=int, metavar="IDEAS", help="random search, --log FILE")
-    parser.add_argument("--log", type=Path, help="of the random search")
+    searches = parser.add_mutually_exclusive_group()
+    searches.add_argument("--random", type=int, metavar="IDEAS", help="random search, --log FILE")
+    searches.add_argument("--tpe", type=int, metavar="IDEAS", help="the same by TPE, --log FILE")
+    parser.add_argument("--log", type=Path, help="of the search")
     args = parser.parse_args()
-    if args.random:
+    if args.random or args.tpe:
         if not args.log:
-            parser.error("--random needs --log FILE")
-        search(args.log, args.random, args.seconds)
+            parser.error("--random and --tpe need --log FILE")
+        if args.tpe and find_spec("optuna") is None:
+            parser.error("--tpe needs optuna; begin with `uv run --group tpe`")
+        search(args.log, args.random or args.tpe, args.seconds, bool(args.tpe))
         return
     if args.jobs > 1 and not args.steps:
         parser.error("--jobs is for --steps: runs that share a machine share their seconds")

@@ -200,6 +200,39 @@ def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypat
         assert 1 <= len(knobs) <= 2
 
 
+def test_positions_are_the_values_that_tpe_sees():
+    rng = np.random.default_rng(0)
+    for knob in list(sweep.RANGES) * 5:
+        value = sweep.draw(knob, rng)
+        assert sweep.at_position(knob, sweep.as_position(knob, value)) == value
+    assert sweep.as_position("DEPTH", 8) == 6 and sweep.as_position("SHORT_WINDOW", 32) == 5
+
+
+def test_tpe_learns_and_goes_on(call, tmp_path, monkeypatch):
+    """It needs optuna: `uv run --group tpe pytest -k tpe`, as .ci/run does."""
+    pytest.importorskip("optuna")
+    runs = []
+
+    def run_knobs(knobs, seconds):
+        runs.append(knobs)
+        assert sweep.as_knobs(sweep.as_setting(knobs)) == knobs
+        off = math.log(knobs.get("MATRIX_LR", 0.02) / 0.05) ** 2
+        integrity = "exit 5: out of memory" if len(runs) in (4, 13) else "ok"
+        score = math.nan if integrity != "ok" else 0.9 + 0.1 * off
+        return {"val_bpb": score, "integrity": integrity, "num_steps": 100}
+
+    monkeypatch.setattr(sweep, "run_knobs", run_knobs)
+    whole, _ = call(sweep, "--tpe", 24, "--log", tmp_path / "whole.jsonl")
+    assert runs[1:11] == [sweep.random_idea({}, number) for number in range(1, 11)]
+    rates = [knobs.get("MATRIX_LR", 0.02) for knobs in runs]
+    assert all(0.005 <= rate <= 0.08 for rate in rates)
+    assert abs(math.log(np.median(rates[-6:]) / 0.05)) < abs(math.log(0.02 / 0.05)) / 2
+    runs.clear()
+    call(sweep, "--tpe", 14, "--log", tmp_path / "parts.jsonl")
+    again, _ = call(sweep, "--tpe", 24, "--log", tmp_path / "parts.jsonl")
+    assert again == whole and len(runs) == 25
+
+
 # ---- The simulated nights ----
 @pytest.mark.parametrize(
     ("rule", "gains"),
