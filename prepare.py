@@ -975,9 +975,10 @@ def prepare(options):
     shutil.rmtree(new, ignore_errors=True)
     manifest = load_manifest()
     intact = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])
-    if all(value is None for value in options.values()):
+    bare = all(value is None for value in options.values())
+    if bare:
         options = manifest.get("options", options)
-    elif options["data_dir"]:
+    if options["data_dir"] and not (bare and intact):
         files = list_files(options["data_dir"])
         options["files"] = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     if not intact or options != manifest["options"]:

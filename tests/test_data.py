@@ -218,6 +218,12 @@ def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
     run_prepare()
     assert contents(own_cache) == before
     assert contents(other) == own  # a user's folder is read, never written
+    write_parquet(other / "shard_00000.parquet", make_texts(400))
+    (prepare.PREPARED / "val.u16").unlink()
+    run_prepare()  # mends from the text as it is now, and remembers that
+    assert len(np.load(prepare.PREPARED / "train.npy")) == 401
+    monkeypatch.setattr(prepare, "build", None)
+    run_prepare("--data-dir", other)
 
 
 # ---- Damage ----
