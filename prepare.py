@@ -1,6 +1,6 @@
 """
-The ruler that all runs of autoresearch are measured by: data, tokenizer, loader, clock and metric.
-It must stay fixed for scores to be comparable, so nobody edits it during a night of research.
+The ruler by which every run of autoresearch is measured: data, tokenizer, loader, clock, metric.
+Scores compare only if it stays fixed, so nobody edits it during a night of research.
 
     uv run prepare.py                  prepare what this machine needs
     uv run prepare.py --data-dir DIR   use your own text: parquet files with a column `text`, the
@@ -37,7 +37,7 @@ from pathlib import Path
 from time import monotonic as _now  # bound here, so that patching `time` has no effect
 
 _imported = _now()  # total_seconds counts from here
-# Set before CUDA starts: without it a batch that just fits may run out of memory later.
+# Set before CUDA starts: without it a run whose batch just fits may run out of memory later.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
@@ -51,7 +51,7 @@ from tqdm import tqdm
 
 
 def fail(sentence, code=2):
-    """Prints one sentence, what is wrong and how to fix it, and exits."""
+    """Prints a sentence that says what is wrong and how to fix it, and exits."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
@@ -93,11 +93,10 @@ if PROFILE not in ("full", "medium", "small"):
 
 
 def by_profile(**values):
-    """The value for the current profile."""
     return values[PROFILE]
 
 
-# ---- Settings: only runs that share them, the seed apart, can be compared ----
+# ---- Settings: scores compare only between runs that share all of them but the seed ----
 try:
     TIME_BUDGET = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)  # seconds
     SEED = int(os.environ.get("SEED") or 42)
@@ -122,7 +121,7 @@ SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 
 # ---- Cache ----
 def folder_from(variable, default):
-    """The folder that an environment variable names; `~` is the home folder."""
+    """Returns the folder that an environment variable names; `~` is the home folder."""
     folder = os.environ.get(variable) or default
     try:
         return Path(folder).expanduser().absolute()
@@ -147,8 +146,8 @@ RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
 
 
 def load_manifest(folder=None):
-    """The manifest, or {} if it is missing or incomplete (it is written last). `shards` holds the
-    index of each training shard's first document, `files` {name: [bytes, sha256]}."""
+    """Returns the manifest, or {} if it is missing or incomplete (it is written last). `shards`
+    holds the index of each training shard's first document, `files` {name: [bytes, sha256]}."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(Path(folder or PREPARED, "manifest.json").read_text())
     return {}
@@ -160,8 +159,8 @@ def sha256(path):
 
 
 def find_damaged(files, hashed=FILES):
-    """The first file that is missing, has the wrong size or (if in `hashed`) the wrong sha256; None
-    if all are intact."""
+    """Returns the first file that is missing, has the wrong size or (if in `hashed`) the wrong
+    sha256; None if all are intact."""
     for name, (size, digest) in files.items():
         path = PREPARED / name
         if not path.is_file() or path.stat().st_size != size:
@@ -188,8 +187,8 @@ def lock(folder):
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `ranks` {bytes: id}; special tokens follow. `token_bytes`, int32 [V], is
-    the length of each token, 0 for special tokens. It is that of the raw bytes, since a part of a
-    character decodes to U+FFFD, which has three."""
+    the length of each token, 0 for special tokens. It counts raw bytes: a token that is part of a
+    character would decode to U+FFFD, which has three."""
 
     def __init__(self, ranks):
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -218,7 +217,7 @@ class Tokenizer:
         return self.special[SPECIAL_TOKENS[0]]
 
     def encode_document(self, text):
-        """BOS and the ids of a text, uint16."""
+        """Returns BOS and the ids of a text, uint16."""
         ids = [[self.get_bos_token_id()]]
         # In pieces, because a million spaces overflow the stack of the regex engine.
         for begin in range(0, len(text), 200_000):
@@ -263,8 +262,8 @@ _run = Run()
 
 
 def watch(event, arguments):
-    """Audit hook that notes which files of tokens or rows the run opens outside `start`, since it
-    could train on validation rows. Copies, and files not opened by Python, go unseen."""
+    """Audit hook: notes token and row files that are opened outside `start`, since a run could
+    train on validation rows. It does not see copies, or files that code other than Python opens."""
     path = str(arguments[0]) if event == "open" else ""
     if path.startswith(str(PREPARED)) and path.endswith((".u16", ".npy")) and not _run.reading:
         _run.opened.add(os.path.basename(path))
@@ -303,8 +302,8 @@ def read_cache():
 
 
 def current_commit():
-    """The short hash, with `+dirty` if `git status` lists anything; AUTORESEARCH_COMMIT without
-    git."""
+    """Returns the short hash, with `+dirty` if `git status` lists anything; without a repository,
+    AUTORESEARCH_COMMIT."""
 
     def git(*arguments):
         command = ["git", "-C", Path(__file__).parent, *arguments]
@@ -319,8 +318,8 @@ def current_commit():
 
 
 def keep_memory():
-    """Stops glibc from returning freed memory to the kernel, since getting it back, zeroed, takes a
-    tenth of each CPU step."""
+    """Stops glibc from returning freed memory to the kernel, which would have to zero it for the
+    next use: that takes a tenth of each CPU step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -331,7 +330,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's: microseconds per pe
 
 
 def limit_threads():
-    """Uses no more threads than the CPU quota allows, which torch ignores."""
+    """Limits threads to the CPU quota, which torch ignores."""
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = CPU_QUOTA.read_text().split()
         torch.set_num_threads(min(torch.get_num_threads(), max(1, int(quota) // int(period))))
@@ -368,14 +367,14 @@ def start():
 
 # ---- Loader and clock ----
 def elapsed():
-    """Seconds of training, from the first batch to evaluation."""
+    """Returns the seconds of training, from the first batch to evaluation."""
     if _run.began is None:
         return 0.0
     return (_run.eval_began or _now()) - _run.began
 
 
 def current_tenth():
-    """The current tenth of the budget, 0 to 9."""
+    """Returns the current tenth of the budget, 0 to 9."""
     return min(int(10 * elapsed() / TIME_BUDGET), 9)
 
 
@@ -436,7 +435,7 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
             if DEVICE.type == "cuda":
                 batch = batch.pin_memory()  # torch keeps it until the copy is done
             batch = batch.to(DEVICE, non_blocking=DEVICE.type == "cuda")
-            # Not contiguous(): if B is 1, that returns two views of the same memory.
+            # clone() and not contiguous(), which returns two views of the same memory if B is 1.
             inputs = batch[:, :-1].clone()
             targets = batch[:, 1:].clone()
             if _run.began is None:
@@ -474,9 +473,9 @@ def log_step(step, loss, **shown):
 
 
 # ---- Metric ----
-PROBE_ROWS = by_profile(full=288, medium=144, small=144)  # at most, that `probe` scores again
-# Largest change in a loss (nats) that `probe` accepts, on average and at one position; correct
-# models stay below 2e-5 and 0.02.
+PROBE_ROWS = by_profile(full=288, medium=144, small=144)  # rows that `probe` scores, at most
+# How far the losses (nats) may change in a probe: on average, and at one position. Correct models
+# stay below 2e-5 and 0.02.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
 
@@ -486,18 +485,18 @@ class IntegrityError(Exception):
 
 
 def largest_divisor(number, at_most):
-    """The largest divisor of `number` up to `at_most`, at least 1."""
+    """Returns the largest divisor of `number` up to `at_most`, at least 1."""
     return max(size for size in range(1, max(at_most, 1) + 1) if number % size == 0)
 
 
 def eval_batch_size(batch_size):
-    """Rows per batch of evaluation, at most `batch_size`, so that no row is left over."""
+    """Returns the rows per evaluation batch, at most `batch_size`, so that none is left over."""
     return largest_divisor(len(_run.rows), min(batch_size, EVAL_BATCH))
 
 
 def token_losses(model, inputs, targets, token_bytes):
-    """Cross-entropy in nats, float32 [B, T], of model(inputs) against `targets`, both [B, T]; 0
-    where the target has no bytes. Raises IntegrityError."""
+    """Returns the cross-entropy in nats, float32 [B, T], of model(inputs) with `targets`; inputs
+    and targets are uint16 [B, T]. It is 0 where a target has no bytes. Raises IntegrityError."""
     logits = model(torch.from_numpy(inputs.astype(np.int64)).to(DEVICE))
     shape = tuple(getattr(logits, "shape", ()))
     if shape[:-1] != targets.shape or shape[-1] < len(token_bytes):
@@ -506,8 +505,8 @@ def token_losses(model, inputs, targets, token_bytes):
         raise IntegrityError(f"shape: model(x) returned {kind} {shape}, not logits {wanted}")
     on_device = torch.from_numpy(targets.astype(np.int64)).to(DEVICE)
     losses = []
-    # Row by row, since fp32 logits of a whole batch would be the largest tensor. By log_softmax,
-    # since logsumexp - gather cancels: adding 2**28 to every logit would score 0.
+    # Row by row, since fp32 logits of a whole batch would be the largest tensor. With log_softmax,
+    # since logsumexp - gather loses all digits if 2**28 is added to every logit, and scores 0.
     for row, target in zip(torch.unbind(logits), on_device, strict=True):
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
@@ -516,10 +515,11 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def draw_cuts(tokens, rng):
-    """For each row of `tokens`, uint16 [N, T + 1], how many inputs it keeps, 1 to T - 1. A model
+    """Returns how many inputs each row of `tokens`, uint16 [N, T + 1], keeps: 1 to T - 1. A model
     that sees one token ahead betrays itself only at the last input that is kept, so cuts fall where
-    that is likely: in rows 0, 3, 6 and so on at a multiple of 8, where chunks end; in rows 1, 4, 7
-    after a common token, each time the next in frequency; in the others anywhere."""
+    that is likely. Rows 0, 3, 6 and so on are cut at a multiple of 8, where chunks end; rows 1, 4
+    and 7 after a common token, each row after the next in frequency; rows 2 and 5 at the two ends;
+    the others anywhere."""
     N, T = tokens.shape[0], tokens.shape[1] - 1
     cuts = rng.integers(1, T, N)
     cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)
@@ -535,8 +535,8 @@ def draw_cuts(tokens, rng):
 
 def probe(model, rows, losses, size, token_bytes, rng):
     """Scores some rows again. In seven of eight, another row's tokens replace all inputs from a cut
-    on. No loss may change before the cut (`causality`; `edges` are the first and the last of them),
-    nor in the other rows (`isolation`). Returns {probe: absolute changes in nats}."""
+    on. Losses before the cut must not change (`causality`; `edges` are the first and the last), nor
+    those of the eighth row, which stays (`isolation`). Returns {probe: absolute changes, nats}."""
     count = min(PROBE_ROWS, len(rows)) // size * size
     chosen = rng.permutation(len(rows))[:count]
     inputs = rows[chosen, :-1]
@@ -567,22 +567,22 @@ LIKELY_MISTAKE = {
 
 
 def parameter_bytes(model):
-    """Copies of the parameters as bytes, since NaN is not equal to NaN."""
+    """Returns copies of the parameters, as bytes, since NaN is not equal to NaN."""
     return [p.detach().flatten().view(torch.uint8).clone() for p in model.parameters()]
 
 
 def compile_seconds():
-    """Seconds that torch.compile has taken in this process."""
+    """Returns the seconds that torch.compile has taken in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
 
 
 @torch.no_grad()
 def score(model, rows, token_bytes, size, rng=None):
-    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], `size` at a
-    time, a divisor of N. Returns (bits per byte, what `probe` returns). Order and cuts are new each
-    time, so that a model cannot foresee them; bits per byte do not depend on them. Raises
-    IntegrityError."""
+    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], in batches of
+    `size`, which must divide N. Returns (bits per byte, what `probe` returns). The order of the
+    rows and the cuts are drawn anew each time, so that no model can foresee them; bits per byte do
+    not depend on them. Raises IntegrityError."""
     before = parameter_bytes(model)
     if not before:
         raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
@@ -616,8 +616,8 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
     """Ends the run: stops the clock, scores the model on all validation rows, prints the final
     block, with `stats` in it, and records it. Returns bits per byte, which do not depend on the
     batch size. `tokenizer` is ignored. If the score cannot be trusted, prints `val_bpb: nan` and
-    `integrity: FAIL ...` and exits with 3. What a process cannot check from inside, such as weights
-    that an earlier run saved, tools/rerun.py shows."""
+    `integrity: FAIL ...` and exits with 3. tools/rerun.py shows what a process cannot check from
+    inside, such as weights that an earlier run saved."""
     rows = _run.rows
     try:
         if _run.eval_began is not None:
@@ -649,7 +649,7 @@ MAX_SPEED_CHANGE = 0.10  # within a run
 
 
 def find_flags():
-    """Reasons not to compare this score with others, or `ok`."""
+    """Returns the reasons not to compare this score with others, or `ok`."""
     limits = [
         ("startup", _run.began - _imported, MAX_WAIT),
         ("overtime", elapsed(), TIME_BUDGET + GRACE),
@@ -662,18 +662,18 @@ def find_flags():
     earlier = sum(_run.served[1:5]) / seconds  # tokens per second from 10 to 50 % of the budget
     later = sum(_run.served[5:9]) / seconds  # from 50 to 90 %
     steps = sum(len(losses) for losses in _run.losses) or _run.batches
-    one_step = sum(_run.served) / steps / seconds  # by how much one step more raises either
+    one_step = sum(_run.served) / steps / seconds  # what one step more adds to either
     if abs(later - earlier) > max(MAX_SPEED_CHANGE * earlier, 2 * one_step):
         flags.append(
-            f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; another program computed, or, if "
+            f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; another program was busy or, if "
             "a second run shows the same, train.py itself changes its speed"
         )
     return "; ".join(flags) or "ok"
 
 
 def loss_curve():
-    """Mean training loss in each tenth of the budget, interpolated where no step ended; None if
-    none was logged."""
+    """Returns the mean training loss in each tenth of the budget, interpolated where no step ended;
+    None if no loss was logged."""
     tenths = [i for i in range(10) if _run.losses[i]]
     means = [np.mean(_run.losses[i]) for i in tenths]
     return np.interp(range(10), tenths, means).tolist() if tenths else None
@@ -803,8 +803,8 @@ def download(path):
 
 
 def climbmix(count):
-    """The first `count` shards of ClimbMix (-1: all) and the validation shard; downloads those
-    that are missing."""
+    """Returns the first `count` shards of ClimbMix (-1: all) and the validation shard; downloads
+    those that are missing."""
     numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
     shards = [SHARDS / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
     SHARDS.mkdir(exist_ok=True)
@@ -824,7 +824,7 @@ PYTHON_SHARDS = 8  # for training
 
 
 def python_sources():
-    """{text: file name}, in a fixed order, without duplicates."""
+    """Returns {text: file name}, in a fixed order, without duplicates."""
     library = Path(os.__file__).parent
     files = [(file.relative_to(library), file) for file in sorted(library.rglob("*.py"))]
     for package in PACKAGES:
@@ -839,8 +839,9 @@ def python_sources():
 
 
 def python_corpus():
-    """The shards. Files are cut into pieces, as most are longer than a row. The hash of its name
-    decides whether a file is held out, one in twenty; sorting pieces by hash shuffles them."""
+    """Returns the shards. Files are cut into pieces, since most are longer than a row. The hash of
+    a file's name decides whether it is held out, as one in twenty is; sorting the pieces by hash
+    shuffles them."""
 
     def name_hash(name):
         return int(hashlib.sha256(name.encode()).hexdigest(), 16)
@@ -859,7 +860,7 @@ def python_corpus():
 
 # ---- Choice of the corpus ----
 def list_files(folder):
-    """The shards in a user's own folder."""
+    """Returns the shards in a user's own folder."""
     files = sorted(Path(folder).glob("[!.]*.parquet"))  # macOS puts ._ files beside others
     if len(files) < 2:
         fail(f"{folder} must be a folder of at least two *.parquet files.")
@@ -867,7 +868,7 @@ def list_files(folder):
 
 
 def find_shards(options):
-    """The shards of the corpus that the options name."""
+    """Returns the shards of the corpus that the options name."""
     if options["data_dir"]:
         return list_files(options["data_dir"])
     count = options["num_shards"]
@@ -960,18 +961,18 @@ def build(folder, options):
 
 
 def publish(folder):
-    """Puts a folder in the place of the prepared one. Runs keep what they have opened."""
+    """Replaces the prepared folder by this one. Runs keep what they have opened."""
     shutil.rmtree(PREPARED, ignore_errors=True)
     folder.rename(PREPARED)
 
 
 def prepare(options):
-    """Does nothing if the files are intact and were built with these options; no options mean those
-    of last time. Otherwise builds them in a new folder, so that no run sees a mixture."""
+    """Does nothing if the files are intact and were built with these options, by default those of
+    last time. Otherwise builds them in a new folder, so that no run sees a mixture."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PROFILE}.new")
     if load_manifest(new):
-        publish(new)  # a preparation was killed when it had finished this folder
+        publish(new)  # a preparation finished this folder and was then killed
     shutil.rmtree(new, ignore_errors=True)
     manifest = load_manifest()
     intact = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])

@@ -143,7 +143,7 @@ def norm(x):
 
 
 class Linear(nn.Linear):
-    """Its weights stay in fp32 for the optimizer and are cast to the dtype of x."""
+    """Keeps fp32 weights for the optimizer; each forward pass casts them to the dtype of x."""
 
     def __init__(self, in_features, out_features, bias=False):
         super().__init__(in_features, out_features, bias=bias)
@@ -256,8 +256,8 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def flops_per_token(self):
-        """Of forward and backward: 6 per weight of a matrix product; for attention 12 per channel
-        and position in the window, not halved for causality (as in PaLM, arXiv 2204.02311)."""
+        """Counts forward and backward: 6 per weight of a matmul; for attention 12 per channel and
+        position in the window, not halved for causality (as in PaLM, arXiv 2204.02311)."""
         weights = sum(p.numel() for p in self.blocks.parameters()) + self.lm_head.weight.numel()
         T = self.config.sequence_len
         seen = sum(min(window, T) for window in self.config.windows)
@@ -344,7 +344,7 @@ def parameter_groups(model):
 
 
 # ---- Optimizer ----
-# Muon (kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal
+# Muon (kellerjordan.github.io/posts/muon) replaces a matrix's momentum with the nearest orthogonal
 # matrix, so that rare directions move as far as common ones. An SVD would be slow. Instead, X
 # becomes a X + b (X X^T) X + c (X X^T)^2 X five times, which turns each singular value s into
 # a s + b s^3 + c s^5: with the coefficients of Polar Express (arXiv 2505.16932), nearly into 1.
@@ -358,9 +358,8 @@ POLAR_EXPRESS = (
 
 
 def orthogonalise(g, dtype):
-    """Approximately the nearest orthogonal matrices to a stack g [K, rows, cols], computed in
-    `dtype`."""
-    # The Frobenius norm bounds the singular values, which must stay below 1 after rounding.
+    """Approximates the nearest orthogonal matrices to a stack g [K, rows, cols], in `dtype`."""
+    # The Frobenius norm bounds the singular values; 1.02 keeps them below 1 after rounding.
     x = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     x = x.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
@@ -375,9 +374,10 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     """Returns what Muon subtracts from a stack p [K, rows, cols]; `grad` and the momentum `exp_avg`
     have its shape, lr, decay, momentum and beta2 are 0-D.
 
-    NorMuon (arXiv 2510.05491): the rows of an orthogonal update still differ in size, so each is
-    divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1], and the update is
-    scaled back to its norm. In a wide matrix this is done to columns, `exp_avg_sq` [K, 1, cols].
+    NorMuon (arXiv 2510.05491): the rows of an orthogonal update still differ in norm, so each is
+    divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1], and then the whole
+    update gets its old norm back. In a wide matrix this is done to columns, `exp_avg_sq` [K, 1,
+    cols].
     Cautious weight decay (arXiv 2510.12402): decay applies where the update shrinks the weight."""
     rows, cols = p.shape[-2:]
     short_dim = -1 if rows >= cols else -2
@@ -387,7 +387,7 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     square = update.square().mean(short_dim, keepdim=True)
     exp_avg_sq.lerp_(square, 1 - beta2)
     scale = exp_avg_sq.clamp_min(eps).rsqrt()
-    before = square.mean((-2, -1), keepdim=True)  # mean square, as it is and once it is scaled
+    before = square.mean((-2, -1), keepdim=True)  # mean square of the update, then of the scaled
     after = (square * scale.square()).mean((-2, -1), keepdim=True)
     update = update * (scale * (before / after.clamp_min(eps)).sqrt())
     update = update + decay * p * (update * p >= 0)
@@ -395,9 +395,9 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
 
 
 class MuonAdamW:
-    """Muon or AdamW (arXiv 1711.05101) for each group, by its kind. torch's AdamW keeps these group
-    dictionaries, not copies, so what set_schedules writes into them reaches it. `update` is
-    muon_update, compiled or not."""
+    """Applies Muon or AdamW (arXiv 1711.05101) to each group, by its kind. torch's AdamW keeps
+    these group dictionaries, not copies, so it sees what set_schedules writes into them. `update`
+    is muon_update, compiled or not."""
 
     def __init__(self, groups, dtype, update=muon_update):
         self.param_groups = groups
@@ -420,7 +420,7 @@ class MuonAdamW:
         times as large; if one has overflowed, the step is skipped."""
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
-            if p.grad is None:  # it had no part in this step
+            if p.grad is None:  # the parameter had no part in this step
                 p.grad = torch.zeros_like(p)
         finite = True
         if self.loss_scale != 1:
@@ -452,7 +452,7 @@ class MuonAdamW:
 
 # ---- Schedules ----
 def lr_factor(progress):
-    """Share of the peak learning rates at `progress`, the share of TIME_BUDGET that has passed."""
+    """Returns learning rate / peak at `progress`, the share of TIME_BUDGET that has passed."""
     factor = 1.0
     if progress < WARMUP_RATIO:
         factor = progress / WARMUP_RATIO
@@ -477,8 +477,8 @@ def set_schedules(optimizer, progress, step):
 
 # ---- Training loop ----
 def train_step(model, optimizer, batch, batches, micro_batches):
-    """Takes an optimizer step of several micro-batches, `batch` first. Returns their mean loss, a
-    0-D tensor that a GPU may still be computing, and the batch for the next step."""
+    """Takes one optimizer step over micro-batches, of which `batch` is the first. Returns their
+    mean loss, a 0-D tensor that a GPU may still be computing, and the next step's first batch."""
     total = 0.0
     for _ in range(micro_batches):
         inputs, targets, _ = batch
@@ -502,19 +502,20 @@ PEAK_TFLOPS = {
 
 
 def mfu_percent(flops_per_token):
-    """Model FLOPs utilisation: the share of the GPU's peak that the run has used; None for a GPU
-    that is not in the table."""
+    """Returns the model FLOPs utilisation, the share of the GPU's peak that the run has reached, or
+    None if the GPU is not in the table."""
     peak = PEAK_TFLOPS.get(DEVICE_NAME)
     return 100 * flops_per_token * tokens_per_second() / (peak * 1e12) if peak else None
 
 
 def train(model, optimizer, batches, micro_batches):
     """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number.
-    Reading a loss waits for the GPU, so each loss is read after the next step was launched."""
+    Reading a loss waits for the GPU, so each loss is read only after the next step's launch."""
     step = 0
     loss = None
     batch = next(batches)
-    # By the mean time of a step; 0 if no batch came from make_dataloader, which starts the clock.
+    # The mean step so far predicts the next. Only make_dataloader starts the clock: without it
+    # elapsed() stays 0, and training ends after one step.
     while step == 0 or 0 < elapsed() / step * (step + 1) <= TIME_BUDGET:
         progress = min(elapsed() / TIME_BUDGET, 1.0)
         set_schedules(optimizer, progress, step)
@@ -523,8 +524,8 @@ def train(model, optimizer, batches, micro_batches):
         if step > 0:
             log_step(step, last_loss, lr=f"x{lr_factor(progress):.2f}", epoch=batch[2])
         step += 1
-        # A GPU may still compute this step, so that elapsed() covers step - 1 steps only. Where the
-        # next step may be the last, wait: then the test of the loop is exact.
+        # A GPU may still be computing this step, and then elapsed() covers only step - 1 steps. If
+        # the next step may be the last, wait for the GPU, so that the loop's condition is exact.
         if elapsed() * (step + 1) >= TIME_BUDGET * (step - 1):
             loss = loss.item()
     log_step(step, loss)
@@ -539,7 +540,7 @@ def train(model, optimizer, batches, micro_batches):
 # 0 <= i - j <= window; k and v may have fewer heads, each for a group of those of q.
 def load_fa3():
     """FlashAttention 3 (arXiv 2407.08608) from the kernel hub, for Hopper only. Later runs use the
-    copy that the first one downloaded, as a version is a branch on the hub and may move."""
+    copy that the first one downloaded, since a version on the hub is a branch, which may move."""
     if torch.cuda.get_device_capability() != (9, 0):
         raise RuntimeError("needs compute capability 9.0")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -568,13 +569,13 @@ def load_fa3():
 
 
 def window_size(window, T):
-    """The pair that flash attention takes. If the window covers the row, -1 says so, which gets a
-    faster kernel on some GPUs."""
+    """Returns the pair that flash attention takes. If the window covers the row, it holds -1, which
+    selects a faster kernel on some GPUs."""
     return (-1, 0) if window >= T - 1 else (window, 0)
 
 
 def load_varlen():
-    """torch's own flash attention; only its interface for rows of any length takes a window."""
+    """torch's own flash attention; only its varlen interface takes a window."""
     if torch.cuda.get_device_capability() < (8, 0):
         raise RuntimeError("needs compute capability 8.0")
     from torch.nn.attention.varlen import varlen_attn
@@ -591,9 +592,9 @@ def load_varlen():
 
 
 def attend_blocks(q, k, v, window):
-    """Multiplies each of N blocks of queries with the keys of its own block and of the `before`
-    blocks that the window reaches. Compiled for a CPU, with a short window, this is three to seven
-    times as fast as sdpa."""
+    """Multiplies each of N blocks of queries by the keys of its own block and of as many blocks
+    before it, `before`, as the window reaches. Compiled for a CPU, with a short window, this is
+    three to seven times as fast as sdpa."""
     T = q.shape[1]
     size = largest_divisor(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)
@@ -609,7 +610,7 @@ def attend_blocks(q, k, v, window):
         shifted = [F.pad(x[:, :-i], (0, 0, 0, 0, 0, 0, i, 0)) for i in range(before, 0, -1)]
         return torch.cat((*shifted, x), dim=3)
 
-    # Relative to the block's begin, since positions in the row make it 5 % slower.
+    # Positions count from the start of the block; counting from that of the row is 5 % slower.
     query = torch.arange(size, device=q.device)[:, None]
     key = torch.arange(-before * size, size, device=q.device)
     begin = torch.arange(0, T, size, device=q.device)[:, None, None, None]
@@ -623,7 +624,7 @@ def attend_blocks(q, k, v, window):
 
 
 def attend_sdpa(q, k, v, window):
-    """torch's choice of kernel, with a mask if the window is short. Works on every device."""
+    """Lets torch choose a kernel; masks if the window is short. Works on every device."""
     T = q.shape[1]
     mask = None
     if window < T - 1:
@@ -643,16 +644,16 @@ BACKENDS = {
     "sdpa": lambda: attend_sdpa,
 }
 LADDER = {"cuda": ("fa3", "varlen", "sdpa"), "cpu": ("blocks", "sdpa"), "mps": ("sdpa",)}
-ATTENTION_TOLERANCE = 0.02  # relative; rounding to bf16 makes 0.004, a wrong window over 0.1
+ATTENTION_TOLERANCE = 0.02  # relative; bf16 rounding gives 0.004, a wrong window over 0.1
 
 
 def probe_attention(attend, device, dtype, config):
     """Compares forward and backward with sdpa in fp32, at the real sizes and windows, since a
     kernel that imports may still be wrong. Raises RuntimeError."""
     if COMPILE and device.type == "cuda":
-        attend = torch.compile(attend, dynamic=False)  # may fail where the kernel does not
+        attend = torch.compile(attend, dynamic=False)  # can fail although the kernel works
     generator = torch.Generator().manual_seed(0)
-    # Of q, k, v and the gradient of the output:
+    # For q, k, v and the gradient of the output:
     heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
     for window in sorted(set(config.windows)):
         shapes = [(1, config.sequence_len, count, config.head_dim) for count in heads]
@@ -669,7 +670,7 @@ def probe_attention(attend, device, dtype, config):
 
 
 def describe(error):
-    """An error in one line: the compiler's `error:` line if there is one, else the first
+    """Returns an error as one line: the compiler's `error:` line if there is one, else the first
     paragraph."""
     text = str(error).strip()
     line = next((line for line in text.splitlines() if "error: " in line), "")
@@ -678,8 +679,8 @@ def describe(error):
 
 
 def choose_attention(device, dtype, config):
-    """(name, attend) of the first back-end for this device that passes the probe; prints why others
-    were rejected."""
+    """Returns (name, attend) of the first back-end for this device that passes the probe; prints
+    why others were rejected."""
     names = LADDER[device.type] if ATTENTION == "auto" else (ATTENTION,)
     for name in names:
         try:
@@ -689,17 +690,17 @@ def choose_attention(device, dtype, config):
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
     return fail(
-        "no attention works, as said above; change ATTENTION, KV_HEADS, HEAD_DIM or COMPILE."
+        "no attention back-end works, see above; change ATTENTION, KV_HEADS, HEAD_DIM or COMPILE."
     )
 
 
 # ---- Warm-up ----
 def rehearse(model, compiled_model, optimizer, rows):
-    """Runs two training steps and one batch of evaluation on random tokens, so that everything is
+    """Runs two training steps and one evaluation batch on random tokens, so that everything is
     compiled and known to fit."""
     device = model.lm_head.weight.device
     inputs = torch.randint(model.config.vocab_size, (rows, MAX_SEQ_LEN), device=device)
-    batch = (inputs, inputs.clone(), 0)  # twice the same tensor would be compiled differently
+    batch = (inputs, inputs.clone(), 0)  # the same tensor twice would compile differently
     model.train()  # the last rehearsal may have run out of memory in evaluation
     set_schedules(optimizer, 0.0, 0)
     # The first step allocates the optimizer's state, too. Two micro-batches are enough: the first
@@ -714,19 +715,20 @@ def rehearse(model, compiled_model, optimizer, rows):
 
 
 def for_evaluation(model, compiled_model):
-    """The model that is scored. On a CPU it is the one that is not compiled: compiling takes 20 s
-    after a change of the model and would save 2 s per run."""
+    """Returns the model to score. On a CPU it is the uncompiled one: compiling takes 20 s after
+    each change to the model and would save 2 s per run."""
     return compiled_model if model.lm_head.weight.device.type == "cuda" else model
 
 
 def is_out_of_memory(error):
-    """MPS, CPUs and compilers raise other errors than CUDA, but with these words."""
+    """CUDA raises an error of its own type; MPS, CPUs and compilers raise others, with these
+    words."""
     words = ("out of memory", "allocate memory")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def fits(model, compiled_model, optimizer, rows):
-    """Rehearses a run with `rows` rows at a time. False if memory does not suffice."""
+    """Rehearses a run with `rows` rows at a time. Returns False if memory runs out."""
     try:
         rehearse(model, compiled_model, optimizer, rows)
         return True
@@ -737,8 +739,8 @@ def fits(model, compiled_model, optimizer, rows):
 
 
 def can_compile(device):
-    """Compiles a sum, which tells a machine that lacks a compiler or Python's headers from a bug in
-    the model. Prints the reason if it fails."""
+    """Compiles a sum. If even that fails, the machine lacks a compiler or Python's headers, and no
+    bug in the model is to blame. Prints the reason."""
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
         return True
@@ -748,13 +750,13 @@ def can_compile(device):
 
 
 def compile_parts(model):
-    """(model, muon_update), compiled where that pays."""
+    """Returns (model, muon_update), compiled where that pays."""
     device = model.lm_head.weight.device
     on_gpu = device.type == "cuda"
     if not COMPILE or not (on_gpu or can_compile(device)):
         return model, muon_update
     torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
-    # Muon's is mostly matrix products: on a CPU 17 s of compiling would save 3 % of a step.
+    # Muon is mostly matmuls: on a CPU 17 s of compiling would save 3 % of a step.
     update = torch.compile(muon_update, dynamic=False) if on_gpu else muon_update
     return torch.compile(model, dynamic=False), update
 
@@ -785,7 +787,7 @@ def warm_up(model, dtype):
     gc.collect()
     gc.disable()  # a walk through all objects may take half a second
     if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()  # the block is to show what training takes
+        torch.cuda.reset_peak_memory_stats()  # the final block shows the peak of training
     return compiled_model, new_optimizer(), rows
 
 

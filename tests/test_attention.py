@@ -121,7 +121,7 @@ def test_a_forced_back_end_is_taken_or_ends_the_run(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         train.choose_attention(CPU, torch.float32, PROBED)
     said = capsys.readouterr()
-    assert "no attention works, as said above; change ATTENTION, " in said.err
+    assert "no attention back-end works, see above; change ATTENTION, " in said.err
     assert said.out.startswith("attention: not fa3: ") and said.out.count("\n") == 1
 
 
