@@ -375,9 +375,8 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     have its shape, lr, decay, momentum and beta2 are 0-D.
 
     NorMuon (arXiv 2510.05491): the rows of an orthogonal update still differ in norm, so each is
-    divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1], and then the whole
-    update gets its old norm back. In a wide matrix this is done to columns, `exp_avg_sq` [K, 1,
-    cols].
+    divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1], and the update gets
+    its norm back. In a wide matrix this is done to columns, so `exp_avg_sq` is [K, 1, cols].
     Cautious weight decay (arXiv 2510.12402): decay applies where the update shrinks the weight."""
     rows, cols = p.shape[-2:]
     short_dim = -1 if rows >= cols else -2
@@ -387,7 +386,7 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     square = update.square().mean(short_dim, keepdim=True)
     exp_avg_sq.lerp_(square, 1 - beta2)
     scale = exp_avg_sq.clamp_min(eps).rsqrt()
-    before = square.mean((-2, -1), keepdim=True)  # mean square of the update, then of the scaled
+    before = square.mean((-2, -1), keepdim=True)  # mean squares, before and after scaling
     after = (square * scale.square()).mean((-2, -1), keepdim=True)
     update = update * (scale * (before / after.clamp_min(eps)).sqrt())
     update = update + decay * p * (update * p >= 0)

@@ -242,6 +242,7 @@ def test_log_keep_and_discard(shell):
     shell(row.replace(" discard ", " keep "))
     shell(keep)
     kept = tip(shell)
+    assert "+# better" in shell("git diff start best")  # as README says
     (shell.repo / "prepare.py").write_text("a change of the human's")
     for words in ("worse", "also worse"):
         tried = change(shell, words)
