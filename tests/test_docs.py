@@ -284,4 +284,4 @@ def test_the_rule_is_the_one_that_is_simulated():
         "After every fifteen ideas",
         "the six that came closest",
     ):
-        assert words in PROGRAM.replace("\n", " ")
+        assert words in " ".join(PROGRAM.split())
