@@ -1,4 +1,4 @@
-"""Code for several benchmarks: whole runs, changed knobs, steps in this process, tables."""
+"""Code that the benchmarks share: whole runs, changed knobs, steps in this process, tables."""
 
 import ast
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 ROOT = Path(__file__).resolve().parents[1]
-SPARE_SECONDS = 1200  # a run that takes this much beyond its training is hung
+SPARE_SECONDS = 1200  # a run that takes this much longer than its training hangs
 
 
 # ---- Whole runs ----
@@ -31,17 +31,17 @@ class Finished:
 
     @property
     def outside(self):
-        """Seconds that were not training."""
+        """Returns the seconds that were not training."""
         return self.seconds - self.record["training_seconds"]
 
 
 def last_words(output):
-    """The line of a process's output that says why it failed."""
+    """Returns the line of a process's output that says why it failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("error:", "FAIL", "integrity:"))]
     if told:
         return told[-1]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"
 
 
 def run_script(script, environment, limit=None):
@@ -49,7 +49,7 @@ def run_script(script, environment, limit=None):
     Raises RunError."""
     script = Path(script).resolve()
     merged = os.environ | {name: str(value) for name, value in environment.items()}
-    # To a file, since a pipe stays open as long as any child of a killed process lives.
+    # Output goes to a file: a pipe stays open as long as any child of a killed process lives.
     with tempfile.TemporaryFile() as log:
         begun = perf_counter()
         command = [sys.executable, script]
@@ -88,7 +88,7 @@ def run_training(folder, budget, environment=None):
 # ---- Knobs ----
 def substitute(source, setting):
     """Returns the source of train.py with the knobs of a setting, "KNOB=value KNOB=value", changed
-    as an agent changes them, each in its own line."""
+    as an agent does it, each in its own line."""
     for item in setting.split():
         name, _, value = item.partition("=")
         line = re.compile(rf"^({re.escape(name)} *=).*?( *#.*)?$", re.M)
@@ -102,8 +102,8 @@ def substitute(source, setting):
 
 
 def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
-    """Copies a train.py and the prepare.py beside it into a folder, changes the knobs, and then
-    replaces the keys of `edits` by their values."""
+    """Copies a train.py and the prepare.py next to it into a folder, changes the knobs, and then
+    replaces the keys of `edits` with their values."""
     folder = Path(folder)
     source = substitute(script.read_text(), setting)
     for old, new in (edits or {}).items():
@@ -116,8 +116,8 @@ def copy_scripts(folder, setting="", edits=None, script=ROOT / "train.py"):
 
 # ---- Steps in this process ----
 def random_tokens(vocab_size, shape, device):
-    """Token i has a share of about 1 / (i + 1) (Zipf's law). As in a text, a few are frequent, and
-    where a token repeats, the gradient of its embedding takes longer to add up."""
+    """Draws tokens; the frequency of token i falls as about 1 / (i + 1) (Zipf's law). As in text, a
+    few are frequent, and the gradient of a repeated token's embedding takes longer to sum up."""
     import torch
 
     return torch.rand(shape, device=device).mul(math.log(vocab_size)).exp().long() - 1
@@ -128,7 +128,7 @@ PARTS = ("step", "forward", "backward", "update")
 
 @dataclass
 class Subject:
-    """The parts of a run of train.py as its training begins."""
+    """Holds what a run of train.py has built when its training begins."""
 
     train: object  # the module
     device: object
@@ -142,7 +142,7 @@ class Subject:
 
 
 def import_train(folder=ROOT):
-    """Imports a folder's train.py and the prepare.py beside it."""
+    """Imports a folder's train.py and the prepare.py next to it."""
     for module in ("prepare", "train"):
         sys.modules.pop(module, None)
     sys.path.insert(0, str(folder))
@@ -154,7 +154,7 @@ def import_train(folder=ROOT):
 
 
 def set_knobs(train, setting):
-    """Changes knobs of the module, ["KNOB=value"]."""
+    """Changes knobs of the module; `setting` is a list of "KNOB=value"."""
     for item in setting:
         name, _, value = item.partition("=")
         if not hasattr(train, name):
@@ -162,11 +162,11 @@ def set_knobs(train, setting):
         try:
             setattr(train, name, ast.literal_eval(value))
         except (SyntaxError, ValueError):
-            raise SystemExit(f"error: {item}: the value is a Python literal.") from None
+            raise SystemExit(f"error: {item}: the value must be a Python literal.") from None
 
 
 def build(train, dtype=None):
-    """The Subject of a train.py that was just imported. It needs neither loader nor cache."""
+    """Builds the Subject of a train.py that was just imported, without a loader or a cache."""
     import torch
 
     prepare = sys.modules["prepare"]
@@ -174,7 +174,7 @@ def build(train, dtype=None):
     device = prepare.DEVICE
     if device.type == "cpu":
         prepare.keep_memory()
-    if getattr(prepare._run, "rows", None) is None:  # the warm-up asks how many
+    if getattr(prepare._run, "rows", None) is None:  # the warm-up needs their number
         prepare._run.rows = range(prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN)
     dtype = dtype or train.choose_dtype(device)
     config = train.derive_config(prepare.VOCAB_SIZE)

@@ -8,9 +8,9 @@ Measures what a change is worth, by running versions in turn.
 An argument is a folder with a prepare.py and a train.py. Before whole runs, each side prepares its
 cache and compiles in a short run that is not counted. Both runs of a pair have the same seed, the
 next pair the next seed, and if a run fails, its pair is left out. Ctrl-C prints the table so far.
-With --steps an argument may also set knobs, and all of them step in turn in one process: two
-successive steps meet the same machine, whose speed may change by more than a change is worth. The
-ratio is the median over such pairs, relative to the first argument.
+With --steps an argument may also set knobs, and all arguments take steps in turn in one process,
+since the machine's speed may drift by more than a change is worth. The ratio is the speed relative
+to the first argument, the median over pairs of such steps.
 """
 
 import argparse
@@ -42,13 +42,13 @@ MEASURES = {  # key: its format
     "outside_training_seconds": ".1f",
     "peak_vram_mb": ".0f",
 }
-SAME = ("data", "profile", "device", "torch")  # where these differ, scores may too
+SAME = ("data", "profile", "device", "torch")  # if these differ, scores may too
 WARM_SECONDS = 5  # of training in a run that is not counted
 
 
 # ---- Whole runs ----
 def cache_of(path):
-    """The environment that selects a cache; None leaves the caller's."""
+    """Returns the environment that selects a cache; None leaves the caller's."""
     return {} if path is None else {"AUTORESEARCH_CACHE": path.resolve()}
 
 
@@ -134,10 +134,10 @@ def compare_steps(arguments, steps):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER[:KNOB=value,...]")
-    parser.add_argument("--steps", type=int, help="compare so many steps, not whole runs")
-    parser.add_argument("--seconds", type=float, default=300, help="of training per run (300)")
+    parser.add_argument("--steps", type=int, help="compare this many steps, not whole runs")
+    parser.add_argument("--seconds", type=float, default=300, help="training time per run (300)")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=42, help="of the first pair (42)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the first pair (42)")
     parser.add_argument(
         "--cache",
         nargs=2,
@@ -158,7 +158,7 @@ def parse_arguments():
     args.folders = paths
     before, after = ((folder / "prepare.py").read_bytes() for folder in paths)
     if args.cache[0] == args.cache[1] and before != after:
-        parser.error("the two prepare.py differ: give each its own by --cache BEFORE AFTER")
+        parser.error("the two prepare.py differ; give each its own cache: --cache BEFORE AFTER")
     return args
 
 

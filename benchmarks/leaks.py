@@ -1,14 +1,14 @@
 """
-Measures what each leak is worth in bits per byte, and how often the probes see it. A leak depends
-on positions, or on the token that a position must hold before it sees the next one.
+Measures what each leak is worth in bits per byte, and how often the probes see it. Whether a
+position sees ahead depends on its place in the row or on the token that it holds.
 
     uv run benchmarks/leaks.py                    # needs a prepared cache of the small profile
     uv run benchmarks/leaks.py --steps 20 --draws 3 "prefix of 8" --more 20
     uv run benchmarks/leaks.py --honest --draws 200      # how far are honest models from refusal?
 
-A small GPT is trained without a leak. From there it is trained, with each leak and with none, for
-some more steps on the same batches: the more, the stronger the leak. Then it is probed with
-many draws of rows and cuts.
+A small GPT is trained without a leak. Copies of it take some more steps on the same batches, one
+with each leak and one with none; the more steps, the stronger the leak. Then each copy is probed
+with many draws of rows and cuts.
 """
 
 import argparse
@@ -31,20 +31,20 @@ HONEST = tuple(itertools.product((3, 8), (torch.float32, torch.bfloat16, torch.f
 
 
 # ---- Leaks ----
-# Each takes tokens [B, T] and returns a mask of the keys that queries see besides those up to their
-# own: [T, T] if it depends on positions alone, else [B, 1, T, T].
+# Each takes tokens [B, T] and returns a mask of the keys that queries see in addition to the causal
+# ones: [T, T] if it depends on positions alone, else [B, 1, T, T].
 def none(idx):
     return torch.zeros(idx.shape[1], idx.shape[1], dtype=torch.bool)
 
 
 def one_ahead(where):
-    """The queries for which `where` [..., T] is true see one token ahead."""
+    """Returns a mask by which the queries where `where` [..., T] is true see one token ahead."""
     ahead = torch.ones(where.shape[-1] - 1).diag(1).bool()
     return where[..., None] & ahead
 
 
 def prefix(length):
-    """The first tokens see one another, as global, sink or register tokens do."""
+    """Lets the first tokens see one another, as global, sink or register tokens do."""
 
     def leak(idx):
         early = torch.arange(idx.shape[1]) < length
@@ -54,24 +54,24 @@ def prefix(length):
 
 
 def last(count):
-    """The last positions of a row see one token ahead."""
+    """Lets the last positions of a row see one token ahead."""
     return lambda idx: one_ahead(torch.arange(idx.shape[1]) >= idx.shape[1] - count)
 
 
 def chunk(length):
-    """The last position of each chunk sees one token ahead: off by one in block attention."""
+    """Lets the last position of each chunk see one token ahead: off by one in block attention."""
     return lambda idx: one_ahead(torch.arange(idx.shape[1]) % length == length - 1)
 
 
 def after(tokens):
-    """Positions that hold one of `tokens` see one token ahead."""
+    """Lets positions that hold one of `tokens` see one token ahead."""
     is_one = torch.zeros(prepare.VOCAB_SIZE, dtype=torch.bool)
     is_one[torch.from_numpy(tokens)] = True
     return lambda idx: one_ahead(is_one[idx][:, None])
 
 
 def all_leaks(rows):
-    """Returns {name: leak}. Names say what share of the tokens of `rows` make a position leak."""
+    """Returns {name: leak}. The name of a leak by token gives its tokens' share of `rows`."""
     leaks = {f"prefix of {length}": prefix(length) for length in (4, 8, 16, 96)}
     leaks |= {f"last {count}": last(count) for count in (4, 8)}
     leaks |= {f"last of each {length}": chunk(length) for length in (16, 48, 160)}
@@ -98,7 +98,7 @@ class Leaky(train.GPT):
         return super().forward(idx, targets)
 
     def attend(self, q, k, v, window):
-        """Like train.py's attend_sdpa, but sees what leaks."""
+        """Does what train.py's attend_sdpa does, but queries also see what leaks."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         position = torch.arange(q.shape[2])
         distance = position[:, None] - position
@@ -131,7 +131,7 @@ def train_on(model, batches):
 # ---- Measurements ----
 @torch.no_grad()
 def all_losses(model, size):
-    """Losses of the validation rows [N, T], in batches of `size`."""
+    """Returns the losses of the validation rows, [N, T], computed in batches of `size`."""
     found = []
     for batch in np.split(prepare._run.rows, len(prepare._run.rows) // size):
         inputs, targets = batch[:, :-1], batch[:, 1:]
@@ -141,7 +141,7 @@ def all_losses(model, size):
 
 @torch.no_grad()
 def draw(model, losses, size, seed):
-    """{probe: mean and largest change in nats} of one draw of rows and cuts."""
+    """Returns {probe: mean and largest change in nats} of one draw of rows and cuts."""
     rng = np.random.default_rng(seed)
     rows, token_bytes = prepare._run.rows, prepare._run.token_bytes
     changes = prepare.probe(model, rows, losses, size, token_bytes, rng)
@@ -193,13 +193,15 @@ def print_leaks(names, batches, more, size, seeds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n\n")[0])
-    parser.add_argument("leaks", nargs="*", help="some of them (all)")
-    parser.add_argument("--honest", action="store_true", help="models without a leak instead")
-    parser.add_argument("--steps", type=int, default=300, help="without a leak (300)")
-    parser.add_argument("--more", type=int, nargs="+", default=[30, 100], help="with one (30 100)")
+    parser.add_argument("leaks", nargs="*", help="names of leaks (all)")
+    parser.add_argument("--honest", action="store_true", help="probe models without a leak instead")
+    parser.add_argument("--steps", type=int, default=300, help="steps without a leak (300)")
+    parser.add_argument(
+        "--more", type=int, nargs="+", default=[30, 100], help="steps with one (30 100)"
+    )
     parser.add_argument("--rows", type=int, default=8, help="rows per step and per batch (8)")
     parser.add_argument("--draws", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of the first draw (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first draw (0)")
     args = parser.parse_args()
     loader = prepare.make_dataloader(None, args.rows, prepare.MAX_SEQ_LEN)
     steps = args.steps + (0 if args.honest else max(args.more))

@@ -1,17 +1,17 @@
 """
-Examines train.py's CUDA path for a card without having one: kernels, launches, memory.
+Examines train.py's CUDA path for a card that is not there: kernels, launches, memory.
 
     uv run benchmarks/nogpu.py                          # seven cards, about a minute each
-    uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium   # a step of so many rows
+    uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium   # steps of 8 and 16 rows
     uv run benchmarks/nogpu.py sm_90 --rung varlen --set DEPTH=2 ASPECT_RATIO=256
 
-torch is made to believe in the card, and all tensors are fakes, which have a shape but no values.
-The training step, both optimizers and the forward pass of an evaluation are traced, differentiated
-and lowered as on a GPU; Triton compiles each kernel for the card, with the assembler of its own
-wheel. The generated code runs on the fakes, so that launches are counted and live memory is added
-up. It prints a line per card at the end, and exits with 1 if anything failed.
+torch is made to believe that the card exists, and all tensors are fakes, which have a shape but no
+values. The training step, both optimizers and the forward pass of an evaluation are traced,
+differentiated and lowered as on a GPU; Triton compiles each kernel for the card, with the assembler
+in its own wheel. The generated code runs on the fakes, so that launches are counted and live memory
+is added up. The last lines give a verdict per card; the exit code is 1 if anything failed.
 
-It needs no GPU, driver or C compiler. It cannot see numbers, speed, attention's own kernels and
+It needs no GPU, driver or C compiler. It cannot see numerics, speed, attention's own kernels and
 their workspace, fragmentation or drivers. FlashAttention 3 is a stand-in with the real interface.
 """
 
@@ -46,7 +46,7 @@ class Card:
     processors: int
     shared: int  # KiB of shared memory that a block may use
     threads: int  # per processor
-    memory: int  # GB
+    memory: int  # GiB
 
 
 CARDS = {
@@ -131,8 +131,8 @@ def pretend_card(card):
 
 
 def deny_context():
-    """Autograd asks whether the card has a context, which raises without a GPU. The question is the
-    fifth virtual function of torch's CUDA hooks; this puts one there that says no."""
+    """Makes the fifth virtual function of torch's CUDA hooks return False. Autograd calls it to ask
+    whether the card has a context; without a GPU the original raises."""
     import torch
 
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
@@ -190,19 +190,19 @@ class Kernel:
     launches: int = 0
 
     def run(self, *arguments, **options):
-        """Stands in for the launch."""
+        """Counts a launch instead of launching."""
         self.launches += 1
 
 
 def collect_kernels(compile_them):
-    """Makes inductor give its Triton kernels to us, and the generated code fakes for its memory.
-    Returns the list that will hold the kernels."""
+    """Makes inductor put its Triton kernels into the list that this returns, and the generated code
+    allocate fakes."""
     import torch
     from torch._inductor import async_compile, config
 
     config.compile_threads = 1
-    config.joint_graph_constant_folding = False  # it makes tensors on the card
-    config.shape_padding = False  # it times products there
+    config.joint_graph_constant_folding = False  # it would make tensors on the card
+    config.shape_padding = False  # it would time matmuls there
     config.force_disable_caches = True
     kernels = []
     known = {}  # source without the name: results
@@ -249,7 +249,7 @@ def shared_memory(kernel):
 
 # ---- FlashAttention 3, by its interface ----
 def fa3_stand_in():
-    """A module with flash_attn_func, as a custom operator that has a fake and a gradient."""
+    """Returns a module whose flash_attn_func is a custom operator with a fake and a gradient."""
     import torch
 
     @torch.library.custom_op("nogpu::fa3_forward", mutates_args=())
@@ -304,7 +304,7 @@ def fa3_stand_in():
 
 
 def check_varlen():
-    """torch's fake flash attention takes more than the kernel does, so this checks."""
+    """Makes varlen_attn check its arguments, since torch's fake accepts more than the kernel."""
     import torch
     from torch.nn.attention import varlen
 
@@ -322,8 +322,8 @@ def check_varlen():
 
 # ---- One card ----
 class Meter:
-    """Sums the live memory on the card, in the allocator's blocks of 512 bytes, and counts what is
-    launched besides Triton's kernels, while `mode` is entered."""
+    """While `mode` is entered, sums the live memory on the card, in the allocator's blocks of 512
+    bytes, and counts matmuls and attention calls, which are not Triton's kernels."""
 
     def __init__(self):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -368,7 +368,7 @@ class Meter:
 
 
 def to_card(model):
-    """Replaces parameters and buffers by fakes on the card."""
+    """Replaces parameters and buffers with fakes on the card."""
     import torch
 
     def fake(tensor):
@@ -486,7 +486,7 @@ def examine(args):
 
 # ---- All cards ----
 def in_a_process(args, card, rows):
-    """Runs `examine` in its own process, since it changes torch for good."""
+    """Runs `examine` in its own process, since it patches torch permanently."""
     asked = json.dumps(vars(args) | {"card": card, "rows": rows})
     command = [sys.executable, __file__, "--alone", asked]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -499,12 +499,14 @@ def in_a_process(args, card, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("cards", nargs="*", metavar="CARD", help=f"of {', '.join(CARDS)} (all)")
-    parser.add_argument("--memory", nargs="+", type=int, metavar="ROWS", help="without kernels")
+    parser.add_argument("cards", nargs="*", metavar="CARD", help=f"any of {', '.join(CARDS)} (all)")
+    parser.add_argument(
+        "--memory", nargs="+", type=int, metavar="ROWS", help="only memory, of steps of ROWS rows"
+    )
     parser.add_argument("--profile", choices=("full", "medium"), default="full")
-    parser.add_argument("--rung", help="of the attention ladder (the first that the card has)")
+    parser.add_argument("--rung", help="rung of the attention ladder (the first that the card has)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)  # what in_a_process asks
+    parser.add_argument("--alone", help=argparse.SUPPRESS)  # for in_a_process
     args = parser.parse_args()
     unknown = [card for card in args.cards if card not in CARDS]
     if unknown:

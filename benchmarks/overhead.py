@@ -1,14 +1,14 @@
 """
 Measures what a run costs besides training, with a warm and an empty compiler cache, and how fast
-the parts of the ruler are, each compared with a plain way: packing, the metric, tokenisation.
+packing, the metric and tokenisation are, each compared with a naive version.
 
     uv run benchmarks/overhead.py                     # needs a prepared cache, of any profile
-    uv run benchmarks/overhead.py --runs 0            # the parts alone
+    uv run benchmarks/overhead.py --runs 0            # no whole runs
 
-It runs train.py as it is, with a short budget, cold and warm in turn. Packing's plain way looks at
-every document of the buffer for each place in a row; if its rows differ, the exit code is 1. The
-metric's plain way is bare forward passes of train.py's model over random rows, tokenisation's is
-one thread. Both tokenise the first shard.
+It runs train.py unchanged, with a short budget, cold and warm in turn. Naive packing scans the
+whole buffer for each document that it places; if its rows differ, the exit code is 1. The naive
+metric is bare forward passes of train.py's model over random rows. Naive tokenisation uses one
+thread; both versions tokenise the first shard.
 """
 
 import argparse
@@ -40,7 +40,7 @@ STAGES = ("startup", "evaluation", "interpreter and exit", "all but training")
 
 # ---- Whole runs ----
 def run_stages(inductor):
-    """Seconds of a run, in the order of STAGES, with its compiler cache in `inductor`."""
+    """Runs train.py with its compiler cache in `inductor`. Returns the seconds of all STAGES."""
     run = run_training(ROOT, BUDGET, {"TORCHINDUCTOR_CACHE_DIR": inductor})
     startup = run.record["startup_seconds"]
     evaluation = run.record["eval_seconds"]
@@ -61,9 +61,9 @@ def print_runs(count):
     print(f"\na cold run compiles {libraries} libraries\n")
 
 
-# ---- Parts of the ruler: {name: a function that works and returns its number of tokens} ----
+# ---- Parts of prepare.py: {name: a function that runs one and returns its number of tokens} ----
 def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
-    """Defines pack_rows: scans the whole buffer for each document."""
+    """Packs as pack_rows must, but scans the whole buffer for each document."""
     source = iter(documents)
     buffer = []
     while True:
@@ -89,7 +89,7 @@ def training_documents():
 
 
 def packing_ways(count):
-    """The ways to pack, and whether their rows agree."""
+    """Returns the ways to pack, and whether their rows agree."""
     T = prepare.MAX_SEQ_LEN
     ways = {"linear scan": linear_rows, "pack_rows": prepare.pack_rows}
     rows = {
@@ -114,7 +114,7 @@ def packing_ways(count):
 
 
 def metric_ways(count):
-    """Ways to score `count` random rows."""
+    """Returns the ways to score `count` random rows."""
     T = prepare.MAX_SEQ_LEN
     with torch.enable_grad():  # for the warm-up
         subject = build(train)
@@ -169,7 +169,7 @@ def tokenisation_ways(folder):
 
 
 def print_ways(title, ways, rounds):
-    """Prints a row per way, run in turn; the ratio is the speed relative to the first."""
+    """Runs the ways in turn and prints a row for each; the ratio is its speed over the first's."""
     speeds = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -185,7 +185,7 @@ def print_ways(title, ways, rounds):
 
 @torch.no_grad()
 def print_parts(rows, rounds):
-    """Exits with 1 if the ways to pack give different rows."""
+    """Prints a table per part. Exits with 1 if the ways to pack give different rows."""
     prepare.start()
     packing, same = packing_ways(rows)
     print_ways("packing, one thread", packing, rounds)
@@ -198,8 +198,8 @@ def print_parts(rows, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n\n")[0])
-    parser.add_argument("--runs", type=int, default=3, help="cold and as many warm (3)")
-    parser.add_argument("--rows", type=int, default=512, help="packed, scored (512)")
+    parser.add_argument("--runs", type=int, default=3, help="cold runs, and as many warm ones (3)")
+    parser.add_argument("--rows", type=int, default=512, help="rows to pack and to score (512)")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     print(f"{prepare.DEVICE_NAME}, medians\n", flush=True)

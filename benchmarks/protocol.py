@@ -5,7 +5,7 @@ Simulates nights of research, to see what a rule for keeping changes is worth.
 
 A change has a true effect on val_bpb, which nobody sees; a run shows the truth plus noise. The
 effects fit the one long night that the reference has published: 125 scored runs, 22 keeps, a
-recorded gain of 0.0282. All numbers are in units of 0.001 bits per byte. Weak points: one night was
+recorded gain of 0.0282. All numbers are in units of 0.001 bits per byte. Caveats: one night was
 fitted, discards are assumed to add up, give or take 30 %, and the agent is assumed to know whether
 its change or the machine made a run slower.
 """
@@ -26,7 +26,7 @@ import numpy as np
 # ---- Nights ----
 @dataclass(frozen=True)
 class Night:
-    """Effects are exponential with these means; those of ideas that do nothing are normal."""
+    """Effects are exponential with these means, except that those of null ideas are normal."""
 
     runs: int
     sigma: float  # standard deviation between runs of the same code
@@ -38,8 +38,8 @@ class Night:
     disaster: float = 14.0
     shares: tuple = (0.26, 0.44, 0.26, 0.04)  # helpful, null, harmful, disasters
     drift: float = 0.0  # standard deviation of the effect of the machine's speed on the score
-    drift_runs: float = 15.0  # it fades in so many runs
-    tenth: float = math.inf  # the effect of a tenth of its speed on the score
+    drift_runs: float = 15.0  # this effect fades over this many runs
+    tenth: float = math.inf  # what a tenth less speed adds to the score
 
 
 H100 = Night(runs=100, sigma=1)
@@ -54,9 +54,10 @@ NIGHTS = {
     "small, drift": replace(SMALL, drift=20, tenth=20),
     "small, shared": replace(SMALL, drift=60, tenth=50, drift_runs=8),
 }
-RUN_NOISE = math.sqrt(0.7)  # share of sigma
-CODE_NOISE = math.sqrt(0.2)  # the same in all runs of a code; the seed's share decides nothing
-INTERACTION = 0.3  # noise of changes made together, as a share of the root of their squares
+# Shares of sigma. The rest is what a seed adds to every code alike, which decides nothing.
+RUN_NOISE = math.sqrt(0.7)  # differs from run to run
+CODE_NOISE = math.sqrt(0.2)  # what the fixed seed adds to one code, in all its runs
+INTERACTION = 0.3  # noise of changes made together, as a share of their root sum of squares
 
 
 @dataclass
@@ -109,14 +110,14 @@ class Lab:
         return Code(self.best.truth + effect, noise)
 
     def combine(self, effects):
-        """The best code with several changes made together."""
+        """Returns the best code with several changes made together."""
         effect = sum(effects) + math.hypot(*effects) * self.interaction[self.ideas]
         noise = self.code_noise[self.night.runs + self.ideas]  # not an idea's
         return Code(self.best.truth + effect, noise)
 
 
 def draw_effects(night, rng):
-    """The true effect of each idea of a night; negative is better."""
+    """Draws the true effect of each idea of a night; negative is better."""
     size = rng.exponential(size=night.runs)
     null = rng.normal(0, night.null_sd, night.runs)
     kind = rng.choice(4, night.runs, p=night.shares)
@@ -126,7 +127,7 @@ def draw_effects(night, rng):
 
 
 def draw_drift(night, steps):
-    """What the machine's speed adds to the score of each run: an AR(1) process."""
+    """Returns what the machine's speed adds to the score of each run: an AR(1) process."""
     keep = math.exp(-1 / night.drift_runs)
     drift = [steps[0]]
     for step in steps[1:]:
@@ -137,19 +138,19 @@ def draw_drift(night, steps):
 # ---- Rules ----
 @dataclass(frozen=True)
 class Rule:
-    """The constants of program.md. NEVER leaves out a habit."""
+    """Holds the constants of program.md; NEVER switches a habit off."""
 
-    discards: float = 10  # after so many in a row the best is measured again
-    speed: float = 0.1  # and after a discard this much slower, or a keep this much faster
-    ideas: float = 15  # after so many the best discards are tried together,
-    together: int = 6  # this many of them
+    discards: float = 10  # after this many in a row the best is measured again
+    speed: float = 0.1  # also after a discard this much slower or a keep this much faster
+    ideas: float = 15  # after this many the best discards are tried together
+    together: int = 6  # how many discards
 
 
 NEVER = math.inf
 
 
 def lower_wins(lab, rule):
-    """One run decides; three habits correct for luck and for the machine."""
+    """Spends a night by `rule`: one run decides; three habits correct for luck and the machine."""
     to_beat = lab.run(lab.best)
     in_a_row = 0  # discards
     ideas = 0  # since discards were last tried together
@@ -200,7 +201,7 @@ RULES = {
 
 
 def true_gain(rule, night, number):
-    """How much better a night's last best truly is than the baseline."""
+    """Returns the true gain of a night's final best over the baseline."""
     lab = Lab(night, number)
     if rule is None:  # the oracle sees the truth, and needs no baseline
         return -lab.effects[lab.effects < 0].sum()
@@ -233,7 +234,7 @@ def print_rules(rules, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("--nights", type=int, default=4000, help="of each kind")
+    parser.add_argument("--nights", type=int, default=4000, help="nights of each kind (4000)")
     args = parser.parse_args()
     ratios = print_rules(RULES, args.nights)["program.md"]
     print("\nprogram.md / reference:", *(f"{ratio:.3f}" for ratio in ratios))

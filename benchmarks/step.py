@@ -6,8 +6,8 @@ Shows where the time of a training step goes, and how fast each attention back-e
     uv run benchmarks/step.py --attention                        # each back-end that loads here
 
 Tokens are random; a value after --set is a Python literal. The ratio is a part's share of a step.
-For attention, the error is the largest of the output's and three gradients', |got - want| / |want|,
-against sdpa in fp32 on one row; the ratio is the speed relative to sdpa at the largest window.
+For attention, the error is the largest |got - want| / |want| of the output and three gradients,
+against sdpa in fp32 on one row; the ratio is the speed relative to sdpa with the largest window.
 benchmarks/compare.py --steps compares settings, for example `. .:COMPILE=False`.
 """
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 from benchmarks.common import build, import_train, print_header, print_row, set_knobs, take_step
 
 # ---- Where the time goes ----
-# Names of kernels and operators on CPU and GPU. In the two passes every batched product belongs to
+# Names of kernels and operators on CPU and GPU. In the two passes every batched matmul belongs to
 # attention, and so does every softmax except the loss's log_softmax.
 ATTENTION = re.compile("(?<!log)_softmax|bmm|flash|fmha")
 PRODUCT = re.compile("mm$|gemm|nvjet|cutlass|xmma")
@@ -32,7 +32,7 @@ NO_KERNEL = re.compile("^## Call|Torch-Compiled|CompiledFunction|TorchDynamo|AOT
 
 
 def median_seconds(function, times, device):
-    """Times one call, with what it queues on a GPU."""
+    """Returns the median time of a call, including what it queues on a GPU."""
     import torch
 
     seconds = []
@@ -46,7 +46,7 @@ def median_seconds(function, times, device):
 
 
 def measured_peak(device, dtype):
-    """Measures the FLOP/s of a large matrix product."""
+    """Measures the FLOP/s of a large matmul."""
     import torch
 
     size = 8192 if device.type == "cuda" else 2048
@@ -55,7 +55,7 @@ def measured_peak(device, dtype):
 
 
 def where_time_goes(subject, steps):
-    """{part of a step: milliseconds}, including the profiler's own time."""
+    """Returns {part of a step: milliseconds}, including the profiler's own time."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -104,7 +104,7 @@ def loader_milliseconds(subject):
 
 
 def print_profile(args):
-    # Gives CPU kernels names; they are compiled anew for it.
+    # Gives CPU kernels names, for which they must be compiled again.
     os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"
     os.environ["KINETO_LOG_LEVEL"] = "6"  # or the profiler prints two lines each time
     import torch
@@ -154,7 +154,7 @@ def largest_error(train, attend, tensors, window):
 
 
 def measure_attention(train, rows, windows, steps):
-    """{(back-end, window): (error, milliseconds)}; prints why a back-end does not load."""
+    """Returns {(back-end, window): (error, milliseconds)}. Prints why a back-end does not load."""
     import torch
 
     device = sys.modules["prepare"].DEVICE

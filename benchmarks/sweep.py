@@ -1,25 +1,25 @@
 """
-Trains settings of the knobs one by one; this found the small profile's values.
+Trains settings of the knobs and compares them; this found the small profile's values.
 
     uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048"
     uv run benchmarks/sweep.py --seconds 300 --seeds 42 43 "" "WINDOW_PATTERN='SSSL'"
     uv run benchmarks/sweep.py --steps 1200 --jobs 2 "" "DEPTH=3 ASPECT_RATIO=64 @1.21"
-    uv run benchmarks/sweep.py --random 24 --log /tmp/random.jsonl    # as many random ideas
-    uv run --group tpe benchmarks/sweep.py --tpe 24 --log /tmp/tpe.jsonl    # ideas of an optimizer
+    uv run benchmarks/sweep.py --random 24 --log /tmp/random.jsonl    # 24 random ideas
+    uv run --group tpe benchmarks/sweep.py --tpe 24 --log /tmp/tpe.jsonl    # 24 ideas of TPE
 
-A setting is a list of KNOB=value, "" for train.py as it is. Each knob is one line substituted in a
-copy of train.py. The ratio is that of val_bpb to the first setting's at the same seed.
+A setting is a list of KNOB=value; "" is train.py unchanged. Each knob is one line substituted in a
+copy of train.py. The ratio is val_bpb relative to the first setting's with the same seed.
 
-On a machine whose speed changes, a fixed time measures the machine too. With --steps each run takes
-that many optimizer steps, however long they take, times the number after the @: how many steps the
+On a machine whose speed changes, a fixed time measures the machine too. With --steps N a run takes
+N optimizer steps, however long they last. A number after an @ multiplies N: how many steps this
 setting takes while the first one takes one, as compare.py --steps measures it. So neither other
-programs nor the number of runs at once (--jobs) matter.
+programs nor the number of runs at once (--jobs) affect a score.
 
 Random search and TPE are the baselines for a night of an agent's ideas. A random idea draws new
 values for one or two knobs of the best setting, from the ranges below, which were written down
-before the first run. TPE (arXiv 2304.11127, by optuna) begins with ten such changes of train.py as
-it is and then chooses all knobs itself. Lower wins. Each run is a line of the log; a search that
-was cut off goes on from there.
+before the first run. TPE (arXiv 2304.11127, by optuna) begins with ten such ideas, each a
+change to train.py's own values, and then chooses all knobs itself. Lower wins. Each run adds a line
+to the log; a search that was cut off continues from there.
 """
 
 import argparse
@@ -60,7 +60,7 @@ COLUMNS = {  # key of a record: format
     "seed": "d",
     "setting": "",
 }
-TIMED = {  # text of train.py: its replacement by steps
+TIMED = {  # text of train.py: its replacement with --steps
     "progress = min(elapsed() / TIME_BUDGET, 1.0)": "progress = step / {steps}",
     "while step == 0 or 0 < elapsed() / step * (step + 1) <= TIME_BUDGET:": "while step < {steps}:",
 }
@@ -68,7 +68,7 @@ LONG = 6 * 3600  # seconds, a budget that no run by steps reaches
 
 
 def split(argument):
-    """Returns an argument's setting, and its steps while the first takes one."""
+    """Returns an argument's setting, and the factor of its steps, 1 without an @."""
     knobs = []
     factor = 1.0
     for word in argument.split():
@@ -77,7 +77,7 @@ def split(argument):
         elif re.fullmatch(r"@\d+(\.\d+)?", word):
             factor = float(word[1:])
         else:
-            raise SystemExit(f"error: {word}: after the @ stands a number, such as @1.21.")
+            raise SystemExit(f"error: {word}: write a number after the @, such as @1.21.")
     return " ".join(knobs), factor
 
 
@@ -119,8 +119,7 @@ def print_sweep(args):
 
 
 # ---- Random search and TPE ----
-# The small profile's knobs are drawn evenly, evenly in the logarithm, as powers of two, or from a
-# list.
+# The small profile's knobs are drawn uniformly, log-uniformly, as powers of two, or from a list.
 RANGES = {
     "DEPTH": ("of", 1, 2, 3, 4, 5, 6, 8),
     "ASPECT_RATIO": ("of", 16, 32, 48, 64, 96, 128, 192),
@@ -140,11 +139,11 @@ RANGES = {
     "WARMDOWN_RATIO": ("even", 0.2, 1),
     "FINAL_LR_FRAC": ("even", 0, 0.2),
 }
-TPE_RANDOM_IDEAS = 10  # from which it learns before it chooses
+TPE_RANDOM_IDEAS = 10  # TPE learns from these before it chooses any
 
 
 def draw(knob, rng):
-    """Draws a knob's value; floats get three digits."""
+    """Draws a knob's value; floats get three significant digits."""
     kind, *limits = RANGES[knob]
     if kind == "of":
         return limits[rng.integers(len(limits))]
@@ -157,7 +156,7 @@ def draw(knob, rng):
 
 
 def random_idea(best, number):
-    """The best {knob: value} with one or two knobs changed."""
+    """Returns the best {knob: value} with one or two knobs changed."""
     rng = np.random.default_rng([0, number])
     changed = dict(best)
     for knob in rng.choice(list(RANGES), size=rng.integers(1, 3), replace=False):
@@ -166,18 +165,18 @@ def random_idea(best, number):
 
 
 def as_setting(knobs):
-    """Text for common.substitute."""
+    """Returns {knob: value} as the text of a setting."""
     return " ".join(f"{knob}={value}" for knob, value in knobs.items())
 
 
 def as_knobs(setting):
-    """The {knob: value} of a text."""
+    """Returns the {knob: value} of a setting's text."""
     items = (item.split("=") for item in setting.split())
     return {knob: ast.literal_eval(value) for knob, value in items}
 
 
 def as_position(knob, value):
-    """What TPE sees: the place in a list, the exponent of a power of two, or the value itself."""
+    """Returns what TPE sees: the place in a list, the exponent of a power of two, or the value."""
     kind, *limits = RANGES[knob]
     if kind == "of":
         return limits.index(value)
@@ -185,7 +184,7 @@ def as_position(knob, value):
 
 
 def at_position(knob, position):
-    """The value there, the opposite of as_position; floats get three digits."""
+    """Returns the value there, the inverse of as_position; floats get three significant digits."""
     kind, *limits = RANGES[knob]
     if kind == "of":
         return limits[position]
@@ -193,8 +192,8 @@ def at_position(knob, position):
 
 
 def tpe_idea(lines, number):
-    """The {knob: value} that TPE proposes after the lines of the log. Runs that crashed or were
-    flagged are told as failed, not as a bad score."""
+    """Returns the {knob: value} that TPE proposes after the lines of the log. Runs that crashed or
+    were flagged count as failed trials, not as bad scores."""
     if number <= TPE_RANDOM_IDEAS:
         return random_idea({}, number)
     import optuna
@@ -211,7 +210,7 @@ def tpe_idea(lines, number):
             space[knob] = FloatDistribution(*limits, log=kind == "log")
     train = import_train()
     as_it_is = {knob: getattr(train, knob) for knob in RANGES}
-    # Its seed is the number, so a search that was cut off proposes what it would have proposed.
+    # The seed is the idea's number, so a search that was cut off continues with the same ideas.
     sampler = optuna.samplers.TPESampler(seed=number, n_startup_trials=1)
     study = optuna.create_study(sampler=sampler)
     for line in lines:
@@ -239,7 +238,7 @@ def better_of_two(run):
 
 
 def run_knobs(knobs, seconds):
-    """Trains with these knobs."""
+    """Trains with these knobs. Returns what the log keeps of the record."""
     with tempfile.TemporaryDirectory() as folder:
         copy_scripts(folder, as_setting(knobs))
         try:
@@ -262,7 +261,7 @@ def search(log, ideas, seconds, tpe):
         if number < len(lines):
             line = lines[number]
             if line["setting"] != as_setting(knobs):
-                raise SystemExit(f"error: {log} is of another search; name another file.")
+                raise SystemExit(f"error: {log} belongs to another search; name another file.")
         else:
             line = {"setting": as_setting(knobs)} | run_knobs(knobs, seconds)
             if number == 0 and math.isnan(line["val_bpb"]):
@@ -294,18 +293,22 @@ def main():
     parser.add_argument("settings", nargs="*", default=[""])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
-    parser.add_argument("--steps", type=int, help="of optimization, instead of seconds")
+    parser.add_argument("--steps", type=int, help="optimizer steps per run, instead of seconds")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --steps")
     searches = parser.add_mutually_exclusive_group()
-    searches.add_argument("--random", type=int, metavar="IDEAS", help="random search, --log FILE")
-    searches.add_argument("--tpe", type=int, metavar="IDEAS", help="the same by TPE, --log FILE")
-    parser.add_argument("--log", type=Path, help="of the search")
+    searches.add_argument(
+        "--random", type=int, metavar="IDEAS", help="random search; needs --log FILE"
+    )
+    searches.add_argument(
+        "--tpe", type=int, metavar="IDEAS", help="search by TPE; needs --log FILE"
+    )
+    parser.add_argument("--log", type=Path, help="log of the search")
     args = parser.parse_args()
     if args.random or args.tpe:
         if not args.log:
             parser.error("--random and --tpe need --log FILE")
         if args.tpe and find_spec("optuna") is None:
-            parser.error("--tpe needs optuna; begin with `uv run --group tpe`")
+            parser.error("--tpe needs optuna; begin the command with `uv run --group tpe`")
         search(args.log, args.random or args.tpe, args.seconds, bool(args.tpe))
         return
     if args.jobs > 1 and not args.steps:

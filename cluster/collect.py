@@ -1,5 +1,5 @@
 """
-Prints the table of a sweep: a row for every task, whatever its state, and then a row for every
+Prints the tables of a sweep: a row for every task, whatever its state, and then a row for every
 commit with the mean over its seeds.
 
     cluster/sweep.sh --collect FOLDER
@@ -16,7 +16,7 @@ from pathlib import Path
 TASK_COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
 COMMIT_COLUMNS = "commit device attention torch budget data finished flagged mean std".split()
 
-# The state that an exit code of train.py means. Any other code has failed.
+# The state that an exit code of train.py means; any other code means "failed".
 STATES = {
     "0": "completed",
     "130": "cancelled",  # SIGINT
@@ -35,7 +35,7 @@ class Task:
 
 
 def find_state(exit_code, slurm_state, has_log):
-    """A task's state, by its exit code or, if slurm.sbatch left none, by Slurm."""
+    """Returns a task's state, by its exit code or, if slurm.sbatch left none, by Slurm."""
     if exit_code is not None:
         return STATES.get(exit_code, "failed")
     if slurm_state == "FAILED":
@@ -89,7 +89,7 @@ def task_row(task):
 
 
 def conditions(task):
-    """These must agree before two scores may be averaged."""
+    """Returns what must agree before two scores may be averaged."""
     return {
         "commit": task.commit,
         "device": task.record["device"],
@@ -101,7 +101,7 @@ def conditions(task):
 
 
 def commit_row(group):
-    """The row for tasks whose conditions agree."""
+    """Returns the row for tasks whose conditions agree; the mean includes flagged runs."""
     scores = [task.record["val_bpb"] for task in group]
     flagged = [task for task in group if task.record["integrity"] != "ok"]
     row = conditions(group[0])

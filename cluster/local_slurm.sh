@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real Slurm of one node with two CPUs, for the tests: no systemd, no cgroups, nothing in /etc.
+# Runs a real Slurm of one node, two CPUs, for the tests: no systemd, no cgroups, nothing in /etc.
 #
 #   apt-get update && apt-get install -y slurm-wlm munge    install what it needs (Debian)
 #   cluster/local_slurm.sh start DIR                        start the daemons, as root
@@ -43,7 +43,7 @@ no_jobs() {
     [[ -z $(squeue --noheader) ]]
 }
 
-# Also true of a zombie, which stays where nothing reaps orphans: its command is empty.
+# Also true of a zombie, which has an empty command and stays if nothing reaps orphans.
 gone() { # PID
     ! grep -q . "/proc/$1/cmdline"
 }
@@ -105,7 +105,7 @@ start() {
     )
     write_configuration
 
-    # --force: munged distrusts a folder inside one that all may write to, such as /tmp.
+    # --force: munged distrusts a folder inside a world-writable one, such as /tmp.
     launch munged munged --foreground --force \
         --key-file="$dir/munge.key" \
         --socket="$dir/munge.socket" \
@@ -131,7 +131,7 @@ stop() {
             continue
         fi
         pid=$(cat "$dir/$name.pid")
-        # The id may belong to another process by now. Only a process whose command names this
+        # The id may belong to another process by now, so only a process whose command names this
         # folder is ended.
         if tr '\0' '\n' 2>/dev/null <"/proc/$pid/cmdline" | grep -qF "$dir/"; then
             kill "$pid"

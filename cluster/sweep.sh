@@ -7,7 +7,7 @@
 #   cluster/sweep.sh --collect FOLDER   print a row for every task, at any time
 #
 # All nodes must see FOLDER. It gets tasks.tsv, job (the array's id), log/, runs/, status/ and
-# inductor/, the compiled code.
+# inductor/ (compiled code).
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$repo/.venv/bin/python
@@ -36,7 +36,7 @@ submit() {
     local commit
     while [[ $# -gt 0 && $1 != -- ]]; do
         commit=$(git -C "$repo" rev-parse --verify --quiet --short "$1^{commit}") ||
-            die "'$1' is no commit of $repo."
+            die "'$1' is not a commit of $repo."
         commits+=("$commit")
         shift
     done
@@ -47,7 +47,7 @@ submit() {
     local seeds=()
     while [[ $# -gt 0 && $1 != -- ]]; do
         [[ $1 =~ ^[0-9]+$ ]] ||
-            die "'$1' is no seed; seeds are whole numbers, behind the commits and --."
+            die "'$1' is not a seed; seeds are whole numbers, after the commits and --."
         seeds+=("$1")
         shift
     done
@@ -110,11 +110,11 @@ states() { # FOLDER
         said=$(squeue --noheader --jobs="$job" 2>&1) || true
         if ! forgotten "$said"; then
             echo "warning: squeue does not answer;" \
-                "what is called killed or cancelled may still wait or run." >&2
+                "tasks called killed or cancelled may still wait or run." >&2
         fi
     fi
-    # Accounting, where there is any, remembers it for long. Its lines read JOB_TASK|STATE, and the
-    # state may have more words: "CANCELLED by 0".
+    # Slurm's accounting, if it is set up, remembers it for long. Its lines read JOB_TASK|STATE, and
+    # the state may have more words: "CANCELLED by 0".
     sacct --noheader --allocations --parsable2 --jobs="$job" --format=JobID,State 2>/dev/null |
         sed -n 's/^[0-9]*_\([0-9]*\)|\([A-Z_]*\).*/\1 \2/p' || true
 }

@@ -49,7 +49,7 @@ def night(tmp_path):
 
 @pytest.fixture
 def call(night, monkeypatch, capsys):
-    """Calls main; returns output and all runs so far."""
+    """Returns a function that calls main and returns its output and all runs so far."""
 
     def call_main(*args):
         monkeypatch.setattr(sys, "argv", ["audit", str(night), *map(str, args)])
@@ -79,7 +79,7 @@ def test_each_keep_has_a_gain(call):
 
 
 def test_an_odd_log_is_read_as_the_notebook_reads_it(call, night):
-    """Its header names the columns; odd bytes, blanks and capitals do no harm."""
+    """The header names the columns; odd bytes, blanks and capitals do no harm."""
     content = ODD_LOG.encode().replace(rb"\xe9", b"\xe9")
     (night / "results.tsv").write_bytes(content)
     rows = audit.read_log(night / "results.tsv")
@@ -103,7 +103,7 @@ def test_a_run_without_a_score_is_named_and_tried_again(call, night, capsys):
 
 def test_a_night_without_a_keep_is_refused(call, night):
     (night / "results.tsv").write_text("".join(LOG.splitlines(keepends=True)[:2]))
-    with pytest.raises(SystemExit, match="no keep beside the baseline"):
+    with pytest.raises(SystemExit, match="no keep but the baseline"):
         call()
     (night / "results.tsv").unlink()
     with pytest.raises(SystemExit, match="does not exist; give the folder of a night"):

@@ -1,11 +1,11 @@
 """
-Measures a night's gain: trains its commits again, in clean copies, at seeds it never used.
+Measures a night's gain by training its commits again, in clean copies, with fresh seeds.
 
     uv run tools/audit.py .                        # baseline and last keep, three seeds
-    uv run tools/audit.py . --keeps --seeds 300    # each keep beside the one before it
+    uv run tools/audit.py . --keeps --seeds 300    # each keep against the one before it
 
-Each run calls tools/rerun.py in the night's folder and adds a line to its audit.jsonl. An audit
-that was cut off goes on from there, and repeats runs without a score.
+Each run calls tools/rerun.py in the night's folder and adds a line to audit.jsonl there. An audit
+that was cut off continues after these lines, and repeats runs without a score.
 """
 
 import argparse
@@ -28,8 +28,8 @@ COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
 
 
 def read_log(path):
-    """Returns a dictionary per row of results.tsv. A header may name other columns than COLUMNS;
-    the last may hold tabs. Prints the lines that it leaves out."""
+    """Returns a dictionary per row of results.tsv. A header line replaces COLUMNS; the last
+    column may hold tabs. Prints the lines that are left out."""
     columns = COLUMNS
     rows = []
     for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
@@ -45,13 +45,13 @@ def read_log(path):
 
 
 def kept_commits(log):
-    """The kept commits of a log in order, the baseline's first."""
+    """Returns the kept commits of a log in order, the baseline's first."""
     kept = [row["commit"] for row in read_log(log) if row["status"] == "keep"]
     return list(dict.fromkeys(kept))
 
 
 def rerun(folder, commit, seed):
-    """Trains a commit. Returns its line of audit.jsonl; no score is NaN."""
+    """Trains a commit. Returns its line of audit.jsonl, in which a missing score is NaN."""
     with tempfile.TemporaryDirectory() as runs:
         command = [sys.executable, "tools/rerun.py", commit]
         environment = os.environ | {"SEED": str(seed), "AUTORESEARCH_RUNS": runs}
@@ -73,7 +73,7 @@ def rerun(folder, commit, seed):
 
 
 def load(path):
-    """{(commit, seed): line} of the runs in audit.jsonl that have a score."""
+    """Returns {(commit, seed): line} of the runs in audit.jsonl with this budget and a score."""
     lines = path.read_text().splitlines() if path.exists() else []
     runs = [json.loads(line) for line in lines]
     runs = [run for run in runs if run["seconds"] == SECONDS and not math.isnan(run["val_bpb"])]
@@ -101,7 +101,7 @@ def train_in_turn(folder, commits, seeds):
 
 
 def mean_gain(gains):
-    """The mean as text, with its standard error if there is more than one seed."""
+    """Returns the mean as text, with its standard error if there is more than one seed."""
     text = f"{np.mean(gains):.4f}"
     if len(gains) > 1:
         text += f" +- {np.std(gains, ddof=1) / math.sqrt(len(gains)):.4f}"
@@ -111,7 +111,7 @@ def mean_gain(gains):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="CLONE", help="the folder of the night")
-    parser.add_argument("--keeps", action="store_true", help="all keeps, not only the last")
+    parser.add_argument("--keeps", action="store_true", help="audit all keeps, not only the last")
     parser.add_argument("--seeds", type=int, nargs="+", default=[200, 201, 202])
     args = parser.parse_args()
     log = args.folder / "results.tsv"
@@ -119,7 +119,7 @@ def main():
         raise SystemExit(f"error: {log} does not exist; give the folder of a night.")
     commits = kept_commits(log)
     if len(commits) < 2:
-        raise SystemExit(f"error: {log} has no keep beside the baseline; there is nothing to show.")
+        raise SystemExit(f"error: {log} has no keep but the baseline; there is nothing to show.")
     if not args.keeps:
         commits = [commits[0], commits[-1]]
     scores = train_in_turn(args.folder, commits, args.seeds)

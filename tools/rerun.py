@@ -1,8 +1,8 @@
 """
-Trains a commit again, at SEED, in a clean copy: SEED=100 uv run tools/rerun.py COMMIT
+Trains a commit again, with SEED, in a clean copy: SEED=100 uv run tools/rerun.py COMMIT
 
-The run has its own home, temporary folder, compiled code and cache, but for the prepared files.
-Reads by an absolute path are left to a reader of the diff.
+The run has its own home, temporary folder, compiled code and cache, which links to the prepared
+files. Nothing stops it from reading absolute paths; look for those in the diff.
 """
 
 import os
@@ -27,7 +27,7 @@ def main(commit):
     look_up = [*git, "rev-list", "--max-count=1", "--abbrev-commit", commit, "--"]
     found = subprocess.run(look_up, capture_output=True, text=True)
     if found.returncode != 0:
-        prepare.fail(found.stderr.strip().removeprefix("fatal: "))  # or a wrong owner
+        prepare.fail(found.stderr.strip().removeprefix("fatal: "))  # a bad commit or a wrong owner
     name = found.stdout.strip()
     prepare.lock_run(root)
     with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
