@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Set before prepare.py is imported, which reads it once.
+# These are set before prepare.py is imported, since it reads them once, at import.
 CACHE = Path(tempfile.mkdtemp(prefix="autoresearch-tests-"))
 for name in "SEED AUTORESEARCH_TIME_BUDGET AUTORESEARCH_RUNS HF_ENDPOINT HF_HUB_OFFLINE".split():
     os.environ.pop(name, None)
@@ -30,7 +30,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 # ---- Corpora ----
 def make_texts(count, seed=0, words=120):
-    """Documents that look like English; accents, digits and blanks test the byte counts."""
+    """Makes documents that look like English; accents, digits and blanks test the byte counts."""
     rng = random.Random(1234)
     letters = "abcdefghiklmnoprstuvw"
     stems = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(60)]
@@ -45,7 +45,7 @@ def write_parquet(path, texts, column="text", kind=None):
 
 
 def make_corpus(folder, train=(1500, 1500), val=600):
-    """Fills a folder of shards for --data-dir."""
+    """Fills a folder with shards for --data-dir."""
     for i, count in enumerate((*train, val)):
         write_parquet(folder / f"shard_{i:05d}.parquet", make_texts(count, seed=i))
     return folder
@@ -53,8 +53,8 @@ def make_corpus(folder, train=(1500, 1500), val=600):
 
 # ---- Processes ----
 def run_script(script, *args, cwd=ROOT, prefix=(), stdin=None, **environment):
-    """Runs a fresh process, without the variables that are None. Its `output` is all that it
-    printed."""
+    """Runs a script in a fresh process, without the variables that are None. The result's `output`
+    is all that it printed."""
     command = [*prefix, sys.executable, str(script), *map(str, args)]
     merged = os.environ | environment
     merged = {key: str(value) for key, value in merged.items() if value is not None}
@@ -65,7 +65,7 @@ def run_script(script, *args, cwd=ROOT, prefix=(), stdin=None, **environment):
     return done
 
 
-# The ruler sees it as a train.py. A line on stdin lets it go on.
+# prepare.py takes this for a train.py. Before the evaluation it waits for a line on stdin.
 LITTLE = """
 import prepare, torch
 next(prepare.make_dataloader(None, 4, 64))
@@ -77,7 +77,7 @@ prepare.evaluate_bpb(torch.nn.Embedding(size, size), None, 32)
 
 
 def substitute(source, knobs):
-    """The source of train.py with each knob's line changed, as an agent does it."""
+    """Returns the source of train.py with each knob's line changed, as an agent does it."""
     for name, value in knobs.items():
         line = re.compile(rf"^({name}\s*=).*?(\s*#.*)?$", re.M)
         source, count = line.subn(rf"\1 {value}\2", source, count=1)
@@ -97,8 +97,8 @@ TINY = {
 
 
 def edited(folder, replace=(), **knobs):
-    """Copies the scripts into a folder, changes knobs of train.py and then the `replace` texts,
-    pairs (old, new). Returns the path of train.py."""
+    """Copies the scripts into a folder, changes knobs of train.py and then replaces texts in it:
+    `replace` holds pairs (old, new). Returns the path of train.py."""
     shutil.copytree(ROOT / "tools", folder / "tools")
     shutil.copy(ROOT / "prepare.py", folder)
     source = substitute((ROOT / "train.py").read_text(), TINY | knobs)
@@ -110,7 +110,7 @@ def edited(folder, replace=(), **knobs):
 
 
 def train(script, seconds=1, prefix=(), **environment):
-    """Runs train.py; the result has `records`."""
+    """Runs train.py. The result's `records` are what its runs folder then holds."""
     runs = script.parent / "runs"
     own = {"AUTORESEARCH_TIME_BUDGET": seconds, "AUTORESEARCH_RUNS": runs} | environment
     done = run_script(script, cwd=script.parent, prefix=prefix, **own)

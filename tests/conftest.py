@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a prepared cache, a ruler as a new process finds it."""
+"""Fixtures for all tests: a prepared cache, and prepare.py as a new process finds it."""
 
 from tests.common import CACHE, ROOT, make_corpus, run_script  # first: it sets the environment
 
@@ -28,7 +28,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cache(corpus):
-    """The session's cache, prepared by a real run of prepare.py."""
+    """Prepares the session's cache by a real run of prepare.py."""
     done = run_script(ROOT / "prepare.py", "--data-dir", corpus)
     assert done.returncode == 0, done.output
     return CACHE
@@ -36,7 +36,7 @@ def cache(corpus):
 
 @pytest.fixture
 def own_cache(cache, tmp_path, monkeypatch):
-    """A copy of the prepared cache that a test may spoil, for this process and those it starts."""
+    """Gives this process, and those it starts, a copy of the cache that a test may spoil."""
     folder = tmp_path / "own-cache"
     shutil.copytree(cache / "small", folder / "small")
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(folder))
@@ -47,8 +47,8 @@ def own_cache(cache, tmp_path, monkeypatch):
 
 @pytest.fixture
 def fresh_run(monkeypatch):
-    """The ruler as a new process finds it: nothing started, nothing scored. All tests run in one
-    script, pytest, so its folder is not locked."""
+    """Resets prepare.py to what a new process finds: nothing started, nothing scored. All tests run
+    in one script, pytest, so locking its folder is switched off."""
     monkeypatch.setattr(prepare, "_run", prepare.Run())
     monkeypatch.setattr(prepare, "_imported", prepare._now())
     monkeypatch.setattr(prepare, "lock", lambda folder: True)

@@ -12,7 +12,7 @@ C = 32
 
 
 def make_rows():
-    """Packed rows of a made-up vocabulary, uint16 [64, T + 1], and the bytes of its tokens."""
+    """Returns packed rows of a made-up vocabulary, uint16 [64, T + 1], and the bytes per token."""
     rng = np.random.default_rng(0)
     table = np.append(rng.integers(1, 6, V - 1), 0).astype(np.int32)
     return rng.integers(0, V, (64, T + 1)).astype(np.uint16), table
@@ -43,5 +43,5 @@ class Tiny(nn.Module):
 
 
 def variant(**methods):
-    """A Tiny with some of its methods replaced."""
+    """Returns a Tiny with some of its methods replaced."""
     return type("Variant", (Tiny,), methods)()

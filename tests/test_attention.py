@@ -1,4 +1,4 @@
-"""Compares attention back-ends with the definition, and tests how a run gets one."""
+"""Compares attention back-ends with the definition, and tests how a run chooses one."""
 
 import inspect
 import math
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 
 # ---- Results of back-ends ----
 def masked_softmax(q, k, v, window):
-    """The definition: query i sees the keys j with 0 <= i - j <= window; head h of the queries
-    reads head h // group of the keys and values."""
+    """Computes the definition: query i sees the keys j with 0 <= i - j <= window; head h of the
+    queries reads head h // group of the keys and values."""
     group = q.shape[2] // k.shape[2]
     k = k.repeat_interleave(group, dim=2)
     v = v.repeat_interleave(group, dim=2)
@@ -33,7 +33,7 @@ def masked_softmax(q, k, v, window):
 
 
 def draw(T, heads, kv_heads):
-    """q, k, v and the gradient of the output."""
+    """Draws q, k, v and the gradient of the output."""
     torch.manual_seed(0)
     counts = (heads, kv_heads, kv_heads, heads)
     return [torch.randn(2, T, count, 8, dtype=torch.float64) for count in counts]
@@ -69,7 +69,7 @@ class WrongGradient(torch.autograd.Function):
 
 
 def repeat_in_the_wrong_order(q, k, v, window):
-    """Head h of the queries reads head h % group."""
+    """Lets head h of the queries read head h % 2 of the keys and values, not h // 2."""
     k, v = (x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v))
     return masked_softmax(q, k, v, window)
 
@@ -80,7 +80,7 @@ WRONG = {
     "NaN": lambda q, k, v, window: masked_softmax(q, k, v, window) * math.nan,
     "gradient": lambda *inputs: WrongGradient.apply(masked_softmax(*inputs)),
 }
-PROBED = tiny(heads=4, window=8)  # two heads of keys
+PROBED = tiny(heads=4, window=8)  # two heads of keys and values
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -127,7 +127,7 @@ def test_a_forced_back_end_is_taken_or_ends_the_run(monkeypatch, capsys):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hopper GPU, and a kernel hub that notes what it and its kernel are asked."""
+    """Stands in for a Hopper GPU and a kernel hub; records calls to the hub and to its kernel."""
     snapshot = tmp_path / "hub" / "snapshots" / "0123abcdef"
     build = snapshot / "build" / "flash_attn3"
     build.mkdir(parents=True)
@@ -173,7 +173,7 @@ def test_a_gpu_gets_the_fastest_that_it_can_run(hub, monkeypatch, device, capabi
 # ---- Calls into packages ----
 @pytest.mark.parametrize("alone", [False, True])
 def test_fa3_is_called_as_its_interface_says(hub, alone):
-    """A window of 5 covers rows of 6 tokens. The output may come alone."""
+    """A window of 5 covers rows of 6 tokens. The kernel may return the output alone."""
     both = hub.module.flash_attn_func
     if alone:
         hub.module.flash_attn_func = lambda *qkv, **options: both(*qkv, **options)[0]

@@ -1,4 +1,4 @@
-"""Runs the commands in benchmarks/ on tiny shapes: they print tables, and the ways that they
+"""Runs the commands in benchmarks/ on tiny shapes: they print tables, and the methods that they
 compare agree."""
 
 import gc
@@ -20,8 +20,8 @@ SETTING = [f"{name}={value}" for name, value in TINY.items()]
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Calls a benchmark's main without compilation; returns the rows of its tables as
-    {first column: the others}, and all that it printed."""
+    """Returns a function that calls a benchmark's main without compilation and returns the rows of
+    its tables, {first column: the others}, and all that it printed."""
     torch.compiler.set_stance("force_eager")
 
     def call_main(module, *args):
@@ -41,7 +41,7 @@ def call(monkeypatch, capsys):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Gives importers this prepare.py and train.py, with small knobs that are put back."""
+    """Gives train.py small knobs until the test ends, and makes step.py use this train.py."""
     monkeypatch.setattr(step, "import_train", lambda: train)
     for name in TINY:
         monkeypatch.setattr(train, name, getattr(train, name))
@@ -50,7 +50,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(gc, "disable", lambda: None)
 
 
-# ---- The ruler's parts, attention, steps ----
+# ---- Parts of prepare.py, attention, steps ----
 def test_the_parts_of_the_ruler(call, tiny, cache, fresh_run):
     table, output = call(overhead, "--runs", 0, "--rows", 8, "--rounds", 1)
     for base, other in (
@@ -87,7 +87,7 @@ def test_where_the_time_of_a_step_goes(call, tiny, cache, fresh_run, monkeypatch
 
 def test_steps_in_turn(call, monkeypatch):
     for name, module in (("prepare", prepare), ("train", train)):
-        monkeypatch.setitem(sys.modules, name, module)  # to be put back
+        monkeypatch.setitem(sys.modules, name, module)  # so that they are restored
     monkeypatch.setattr(gc, "disable", lambda: None)
     one = f"{ROOT}:{','.join(SETTING)}"
     double = one.replace("TOTAL_BATCH_SIZE=2048", "TOTAL_BATCH_SIZE=4096")
@@ -146,7 +146,7 @@ pathlib.Path(os.environ["AUTORESEARCH_RUNS"], "a.json").write_text(json.dumps(re
 
 @pytest.fixture
 def fakes(tmp_path):
-    """Two folders whose scripts log that they ran; train.py may fail."""
+    """Makes two folders whose scripts log that they ran; one train.py fails with seed 43."""
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
         source = FAKE.format(name=name, log=str(tmp_path / "log"))
@@ -189,7 +189,7 @@ def test_random_search_keeps_what_is_lower_and_goes_on(call, tmp_path, monkeypat
     log = ("--log", tmp_path / "a.jsonl")
     rows, _ = call(sweep, "--random", 3, *log)
     assert rows["1"][:3] == ["0.900000", "0.9783", "yes"]
-    assert [rows[idea][2] for idea in "23"] == ["", ""]  # equal is not lower, no score is none
+    assert [rows[idea][2] for idea in "23"] == ["", ""]  # equal is not lower, nor is NaN
     again, out = call(sweep, "--random", 6, *log)
     assert len(settings) == 7 and {idea: again[idea] for idea in rows} == rows
     assert [again[idea][2] for idea in "456"] == ["yes", "", "yes"]
@@ -209,7 +209,7 @@ def test_positions_are_the_values_that_tpe_sees():
 
 
 def test_tpe_learns_and_goes_on(call, tmp_path, monkeypatch):
-    """It needs optuna: `uv run --group tpe pytest -k tpe`, as .ci/run does."""
+    """Needs optuna: `uv run --group tpe pytest -k tpe`, as .ci/run does."""
     pytest.importorskip("optuna")
     runs = []
 
@@ -242,7 +242,7 @@ def test_tpe_learns_and_goes_on(call, tmp_path, monkeypatch):
     ],
 )
 def test_the_simulated_nights_stay_the_same(rule, gains):
-    """Texts quote their numbers. With fewer nights parts of the rule would not run."""
+    """Texts quote this simulation. With fewer than 30 nights, parts of the rule would not run."""
     for night, gain in zip(protocol.NIGHTS.values(), gains, strict=True):
         found = [protocol.true_gain(rule, night, number) for number in range(30)]
         assert np.mean(found) == pytest.approx(gain, abs=0.005)

@@ -1,4 +1,4 @@
-"""Tests of cluster/: each script by itself, and a sweep on a one-node Slurm (marked `cluster`)."""
+"""Tests cluster/: each script by itself, and a sweep on a one-node Slurm (marked `cluster`)."""
 
 import json
 import os
@@ -29,7 +29,7 @@ RECORD = {
     "data": "abc",
 }
 
-# Prints what a task sets up, and exits with its seed.
+# Prints the environment that a task sets up, and exits with its seed.
 FAKE_TRAIN = """
 import json, os, sys
 print(json.dumps(dict(os.environ)), flush=True)
@@ -38,7 +38,7 @@ sys.exit(int(os.environ["SEED"]))
 
 
 def call(*command, **environment):
-    """Runs a command, without the variables of a Slurm in which these tests may run."""
+    """Runs a command without the variables of an enclosing Slurm job."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     return subprocess.run(
         [str(part) for part in command],
@@ -60,7 +60,7 @@ def parse(output):
 
 @pytest.fixture
 def repo(tmp_path):
-    """A folder with cluster/ and an environment."""
+    """Makes a folder with cluster/ and a .venv."""
     repo = tmp_path / "a repo"
     shutil.copytree(CLUSTER, repo / "cluster")
     (repo / ".venv").symlink_to(sys.prefix)
@@ -98,7 +98,7 @@ def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, tmp_path):
 
 # ---- The table ----
 def write_task(folder, number, exit_code=None, log=True, **record):
-    """Leaves a task's files in the sweep's folder. Tasks 0 to 2 have commit a1, others b1."""
+    """Writes a task's files into the sweep's folder. Tasks 0 to 2 have commit a1, others b1."""
     commit = "a1" if number < 3 else "b1"
     seed = 42 + number % 3
     with (folder / "tasks.tsv").open("a") as file:
@@ -164,7 +164,7 @@ def wait_until(condition, seconds):
 
 @pytest.fixture
 def say(tmp_path):
-    """Runs a command on this test's Slurm; runs train for 20 seconds."""
+    """Returns a function that runs a command on this test's own Slurm, with a budget of 20 s."""
     script = CLUSTER / "local_slurm.sh"
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     own = {"AUTORESEARCH_TIME_BUDGET": "20", "SLURM_CONF": str(folder / "slurm.conf")}
@@ -178,8 +178,8 @@ def say(tmp_path):
 
 @pytest.mark.cluster
 def test_a_sweep_on_a_real_slurm(repo, say, cache, tmp_path):
-    """Two commits with three seeds, two tasks at a time with one core each. In the second commit
-    seed 43 diverges. One task is cancelled, and four have a score."""
+    """Runs two commits with three seeds, two tasks at a time with one core each. In the second
+    commit seed 43 diverges. One task is cancelled, and four get a score."""
     shutil.copytree(edited(tmp_path / "code").parent, repo, dirs_exist_ok=True)
     first = commit(repo)
     source = (repo / "train.py").read_text()
@@ -197,7 +197,7 @@ def test_a_sweep_on_a_real_slurm(repo, say, cache, tmp_path):
     assert [row["state"] for row in tasks] == ["running"] * 2 + ["pending"] * 4
 
     log = folder / "log/2.log"
-    wait_until(lambda: log.exists() and "step" in log.read_text(), 120)  # amid its training
+    wait_until(lambda: log.exists() and "step" in log.read_text(), 120)  # while it trains
     say("scancel", f"{job}_2")
     done = say(sweep, "--wait", folder)
     assert done.returncode == 0
@@ -225,5 +225,5 @@ def test_a_sweep_on_a_real_slurm(repo, say, cache, tmp_path):
         assert row["finished"] == "2"
         assert row["std"] != "-"
 
-    (folder / "job").unlink()  # once Slurm has forgotten, only the files tell
+    (folder / "job").unlink()  # once Slurm has forgotten the job, only the files are left
     assert parse(say(sweep, "--collect", folder).stdout) == [tasks, commits]

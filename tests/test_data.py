@@ -1,4 +1,4 @@
-"""Settings, tokenizer, packing, corpora, preparation."""
+"""Tests prepare.py's settings, tokenizer, packing, corpora and preparation."""
 
 import errno
 import hashlib
@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 
 def refusal(capsys, function, *arguments, code=2):
-    """The one sentence with which it exits."""
+    """Returns the one sentence with which `function` exits."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         function(*arguments)
@@ -63,7 +63,7 @@ def test_a_tilde_is_the_home_folder_in_every_variable_that_names_a_folder(
 
 
 def test_a_user_without_a_home_folder_gets_one_sentence(monkeypatch, capsys):
-    """As in a container: no HOME, and no entry in the passwd file."""
+    """As in a container, there is no HOME and no entry in the passwd file."""
     for name in ("HOME", "AUTORESEARCH_CACHE"):
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "getuid", lambda: 987654)
@@ -122,7 +122,7 @@ def test_packing_is_best_fit(lengths, row_len, buffer_docs):
 
 # ---- Preparation ----
 def run_prepare(*args):
-    """main with arguments, in this process: in a new one torch's import alone takes seconds."""
+    """Runs main in this process: a new one would take seconds to import torch alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["prepare.py", *map(str, args)])
         patch.setattr(prepare, "lock", lambda folder: True)  # it would last until pytest ends
@@ -130,7 +130,7 @@ def run_prepare(*args):
 
 
 def contents(folder):
-    """{file: its bytes} of all in it."""
+    """Returns {path: bytes} of all files in a folder."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
@@ -140,7 +140,7 @@ def other(tmp_path):
     return make_corpus(tmp_path / "other", train=(300,), val=400)
 
 
-# The first number of RECIPE, and the sha256 of what it makes. Parquet may differ, this may not.
+# RECIPE[0], and the sha256 of the files of that recipe. Unlike Parquet files, they may not vary.
 GOLDEN = (
     1,
     {
@@ -167,7 +167,7 @@ def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
     embedded = json.dumps(prepare.python_corpus())
     made["python corpus"] = hashlib.sha256(embedded.encode()).hexdigest()
     assert (prepare.RECIPE[0], made) == GOLDEN, (
-        "prepare.py makes other tokens, rows or pieces than before; if that is meant, raise the "
+        "prepare.py makes other tokens, rows or pieces than before; if that is intended, raise the "
         "first number of its RECIPE, and record that and these hashes here"
     )
 
@@ -197,8 +197,7 @@ def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, ca
 
 
 def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
-    """program.md and many a message say `uv run prepare.py`: that must not replace a corpus of
-    one's own."""
+    """program.md and messages say `uv run prepare.py`: that must not replace a user's corpus."""
     monkeypatch.chdir(tmp_path)
     run_prepare("--data-dir", "other")
     monkeypatch.chdir("/")
@@ -212,7 +211,7 @@ def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
     assert len(np.load(prepare.PREPARED / "train.npy")) == 501
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "build", None)
-        run_prepare("--data-dir", other)  # that is what is there
+        run_prepare("--data-dir", other)  # the cache has this already
     before = contents(own_cache)
     (prepare.PREPARED / "val.u16").unlink()
     run_prepare()
@@ -240,7 +239,7 @@ def flip(path, place):
         ("train.npy", os.unlink, True),
         ("val.u16", lambda path: flip(path, 5), True),
         ("tokenizer.tiktoken", lambda path: flip(path, 1000), True),
-        ("train.u16", lambda path: flip(path, 3000), False),  # a run would hash gigabytes
+        ("train.u16", lambda path: flip(path, 3000), False),  # a run does not hash gigabytes
     ],
 )
 def test_a_damaged_cache_is_refused_and_mended(name, spoil, seen, own_cache, capsys):
@@ -285,7 +284,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, mon
 def test_a_preparation_killed_while_it_publishes_loses_neither_cache_nor_options(
     own_cache, corpus, other, monkeypatch, capsys, moment
 ):
-    """Afterwards there is either the old cache or the new one, which needs no other build."""
+    """Afterwards prepare.py finds the old cache or the new one, and builds neither again."""
     before = contents(prepare.PREPARED)
 
     def killed(folder):
@@ -349,7 +348,7 @@ def test_options_of_two_corpora_are_refused(options, capsys):
 
 # ---- The embedded corpus ----
 def made_up_sources():
-    """{text: name}: 60 files of lines that begin with its number, and one long line."""
+    """Returns {text: name}: 60 files whose lines begin with the file's number, and long.py."""
     files = {"x" * 5000 + "\nlast": "long.py"}
     for i in range(60):
         files["".join(f"{i} line {j}\n" for j in range(400))] = f"folder/{i}.py"
@@ -371,7 +370,7 @@ def test_the_embedded_corpus_is_split_by_file_and_nothing_is_lost(monkeypatch):
 
 # ---- Bad input: one sentence, exit code 2, nothing lost ----
 def damage_page(path):
-    """In the middle of many."""
+    """Writes a file of many pages and damages one in the middle."""
     table = pa.table({"text": make_texts(2000)})
     options = {"compression": "zstd", "write_page_checksum": True, "row_group_size": 100}
     pq.write_table(table, path, **options)
@@ -384,7 +383,7 @@ def two_columns(path):
 
 
 def invalid_utf8(path):
-    """As a column of strings, which pyarrow does not check when it writes."""
+    """Writes invalid UTF-8 as a column of strings, which pyarrow does not check."""
     raw = pa.array([b"\xff"])
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(1, *raw.buffers()[1:])}), path)
 

@@ -1,4 +1,4 @@
-"""The device and profile that a run gets, with stand-ins for absent hardware."""
+"""Tests which device and profile a run gets, with stand-ins for absent hardware."""
 
 import runpy
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_a_run_gets_the_best_device_and_its_profile(monkeypatch, card, mps, vari
 # ---- A GPU that torch cannot use ----
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
-    """An NVIDIA driver is there."""
+    """Pretends that an NVIDIA driver is installed."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(prepare, "DRIVERS", (str(tmp_path / "none"), __file__))
 

@@ -1,4 +1,4 @@
-"""README.md and program.md name what exists, and the commands that an agent copies do their job."""
+"""README.md and program.md name things that exist, and the commands that an agent copies work."""
 
 import os
 import re
@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", PROGRAM, re.S)
 
 
 def block(words):
-    """The block with these words."""
+    """Returns the block with these words."""
     [found] = [text for text in BLOCKS if words in text]
     return found
 
@@ -72,7 +72,8 @@ def test_a_clone_that_turns_lines_into_crlf_is_the_same(tmp_path):
 
 
 # ---- The README's sandbox ----
-# Prints what can be written, and last what cannot. Like the real one, it refuses symbolic links.
+# This fake bwrap prints the writable paths, and last the read-only one. Like the real bwrap, it
+# refuses symbolic links.
 BWRAP = """
 import os, sys
 words = sys.argv[1:sys.argv.index("--")]
@@ -138,7 +139,7 @@ print("integrity: ok")
 """
 
 
-# A human's ~/.gitconfig: each line breaks a command that does not undo it.
+# A human's ~/.gitconfig: each line breaks a command that does not override it.
 SETTINGS = """
 [commit]
     gpgSign = true
@@ -161,8 +162,9 @@ SETTINGS = """
 
 @pytest.fixture
 def shell(tmp_path, cache):
-    """Runs a block in a repository with a space in its path, under a human's settings, and returns
-    what it prints, without colors. Like uv, `uv run` writes a lock file that git must not list."""
+    """Returns a function that runs a block and returns its output without colors. The repository's
+    path has a space, and git has a human's settings. Like uv, the fake `uv run` writes a lock file,
+    which git must not list."""
     repo = tmp_path / "a night"
     tools = tmp_path / "bin"
     for folder in (repo / "tools", tools):

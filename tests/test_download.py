@@ -1,4 +1,4 @@
-"""ClimbMix comes from a local HTTP server through HF_ENDPOINT: only whole files are kept."""
+"""Downloads ClimbMix from a local HTTP server through HF_ENDPOINT: only whole files are kept."""
 
 import contextlib
 import threading
@@ -19,8 +19,8 @@ ENOUGH = ("--num-shards", 2)
 
 
 class Hub:
-    """Serves shards. `faults`, {shard: function(attempt)}, may give another (status, body, length
-    to announce)."""
+    """Serves shards. `faults`, {shard: function(attempt)}, may return another (status, body,
+    Content-Length)."""
 
     def __init__(self, shards):
         self.shards = shards
@@ -51,7 +51,7 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Three of training and the one of validation, of enough text for 32 rows."""
+    """Makes three training shards and the validation shard, with enough text for 32 rows."""
     folder = tmp_path_factory.mktemp("hub")
     for i in range(3):
         write_parquet(folder / f"shard_{i:05d}.parquet", make_texts(60 + i, seed=i))
@@ -156,7 +156,7 @@ def test_the_last_choice_of_shards_holds(hub, monkeypatch):
 
 
 def test_a_cache_of_the_reference_is_used_and_nothing_in_it_touched(hub, shards, tmp_path):
-    """As karpathy/autoresearch leaves it, with validation beside the rest."""
+    """This is how karpathy/autoresearch leaves it, with validation next to the rest."""
     before = {f"data/{name}": body for name, body in shards.items()} | {
         "tokenizer/tokenizer.tiktoken": b"of somebody",
         "data/.shard_00007.parquet.7.tmp": b"half of one",

@@ -1,8 +1,8 @@
-"""Preparation and training, broken on purpose: how each ends, and what is left for the next.
+"""Breaks preparation and training on purpose, and checks how each ends and what is left behind.
 
     uv run pytest -m faults -n0 -s     with a line for each fault
 
-A corpus of made-up texts, a tiny model that is not compiled, two seconds of training.
+The texts are made up, and a tiny model trains for two seconds without compilation.
 """
 
 import json
@@ -41,8 +41,8 @@ def start(code, script, cache, *args):
 
 
 def run(*command):
-    """The exit code, the last line, and the seconds after the first. A traceback is not what a user
-    should read."""
+    """Returns the exit code, the last line, and the seconds after the first line. Fails on a
+    traceback, which no user should read."""
     with start(*command) as process:
         said = process.stdout.readline()
         begun = time.monotonic()
@@ -53,13 +53,13 @@ def run(*command):
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory):
-    """A folder with both scripts, train.py of a tiny model."""
+    """Makes a folder with both scripts; its train.py has a tiny model."""
     return edited(tmp_path_factory.mktemp("faults") / "code").parent
 
 
 @pytest.fixture(scope="module")
 def whole(code, tmp_path_factory):
-    """Two corpora, for each a cache, and how long the scripts take."""
+    """Makes two corpora, prepares a cache of each, and times both scripts."""
     folder = tmp_path_factory.mktemp("whole")
     found = SimpleNamespace(corpora=[], caches=[])
     for i in range(2):
@@ -76,13 +76,13 @@ def whole(code, tmp_path_factory):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """The first cache once more."""
+    """Copies the first cache."""
     return shutil.copytree(whole.caches[0], tmp_path / "copy")
 
 
 def made(cache):
-    """Names, sizes and hashes as the manifest has them; None without one. They are those of the
-    files."""
+    """Returns names, sizes and hashes from the manifest, None without one. Checks that the files
+    agree with it."""
     manifest = cache / "small" / "manifest.json"
     if not manifest.exists():
         return None
@@ -96,7 +96,8 @@ def made(cache):
 
 # ---- Kills ----
 def kill(process, seconds, rng):
-    """At a random moment, one in ten before the first line. Returns exit code and output."""
+    """Sends a signal at a random moment, nine times in ten after the first line. Returns the exit
+    code and the output."""
     said = process.stdout.readline() if rng.random() < 0.9 else ""
     moment = rng.uniform(0, 1.1 * seconds)
     time.sleep(moment)
@@ -104,14 +105,14 @@ def kill(process, seconds, rng):
     process.send_signal(number)
     said += process.communicate()[0]
     exit_code = process.returncode
-    # 0: it had ended. Python's own way with SIGINT is -2, where no sentence is said.
+    # 0: it had ended already. SIGINT gives 130 with our message, or Python's own -2 without.
     assert exit_code in (0, -number, 130), said
     print(f"{number.name:7} after {moment:4.1f} s: exit {exit_code:3}", end="")
     return exit_code, said
 
 
 def test_killed_preparations(code, whole, copy):
-    """Of one corpus and the other in turn: what is there is one of the two or nothing."""
+    """Prepares one corpus and the other in turn: what is left is one of the two or nothing."""
     rng = random.Random(time.time_ns())
     states = Counter()
     expected = {"first": made(whole.caches[0]), "second": made(whole.caches[1]), "none": None}
@@ -130,7 +131,7 @@ def test_killed_preparations(code, whole, copy):
 
 
 def test_killed_runs(code, whole, copy):
-    """No record is half of one."""
+    """No killed run leaves half a record."""
     rng = random.Random(time.time_ns())
     runs = copy / "runs"
     shutil.rmtree(runs, ignore_errors=True)
@@ -157,7 +158,7 @@ def mount(folder, options):
 
 @pytest.fixture
 def disk(tmp_path, whole):
-    """A disk with the first cache."""
+    """Mounts a disk that holds the first cache."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if shutil.which("mount") is None or not mount(folder, "size=1g"):

@@ -1,5 +1,5 @@
-"""A train.py of the well-known shape, with five names of prepare, its own clock and its own block,
-runs here unchanged and gets a number, a verdict and a record."""
+"""A train.py in the style of karpathy/autoresearch, with five imports from prepare, its own clock
+and its own block, runs here unchanged and gets a score, a verdict and a record."""
 
 import json
 import shutil
@@ -72,7 +72,7 @@ def test_a_foreign_train_py_gets_a_number_a_verdict_and_a_record(cache, tmp_path
     assert done.returncode == 0, done.output
     _, _, own = done.stdout.partition("\nintegrity: ")
     integrity, _, own = own.partition("\n")
-    # Beside other tests the speed may change by more than a run allows.
+    # Next to other tests the speed may change by more than a run allows.
     assert integrity == "ok" or integrity.startswith("unsteady: ")
     score = float(parse_block(own)["val_bpb"])
     assert 0.5 < score < 10

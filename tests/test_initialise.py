@@ -1,4 +1,4 @@
-"""initialise sets everything as its table says."""
+"""initialise sets all parameters and buffers as the knobs say."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 
-def test_initialisation_follows_the_table(monkeypatch):
+def test_initialisation_follows_the_knobs(monkeypatch):
     set_knobs(monkeypatch, EMBEDDING_STD=3.0, UNEMBEDDING_STD=0.5, MATRIX_SCALE=0.25)
     set_knobs(monkeypatch, RESID_INIT=0.75, X0_INIT=-2.0)
     model = build(tiny(layers=3), scramble=False)
@@ -31,7 +31,7 @@ def test_initialisation_follows_the_table(monkeypatch):
 
 
 def test_the_angles_are_those_of_the_definition(monkeypatch):
-    """Position t, pair d of D / 2: t * base ** (-2 d / D)."""
+    """Pair d of D / 2 turns by t * base ** (-2 d / D) at position t."""
     set_knobs(monkeypatch, ROPE_BASE=50)
     model = build(tiny())
     angles = [[[t * 50 ** (-2 * d / 32) for d in range(16)]] for t in range(32)]
@@ -57,7 +57,7 @@ def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
 
 
 def test_the_seed_decides():
-    """test_warmup shows that nothing old remains."""
+    """test_warmup.py checks that no old value remains."""
     first, other = (snapshot(build(tiny(), seed=seed, scramble=False)) for seed in (1, 2))
     for name in ("wte", "lm_head", "blocks.0.mlp.up"):
         assert not torch.equal(first[f"{name}.weight"], other[f"{name}.weight"])

@@ -1,4 +1,4 @@
-"""Values that train.py derives from knobs, and its arguments."""
+"""Tests the values that train.py derives from knobs, and that it refuses arguments."""
 
 import train
 from tests.tiny import set_knobs

@@ -1,4 +1,4 @@
-"""Loader and clock: the batches that training gets, and when its time starts."""
+"""Tests loader and clock: which batches training gets, and when its time starts."""
 
 import itertools
 import sys

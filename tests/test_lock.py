@@ -1,4 +1,4 @@
-"""pyproject.toml alone, without a lock file, fixes all installed versions, whatever the index."""
+"""pyproject.toml alone, without a lock file, pins all installed versions, whatever the index."""
 
 import importlib.metadata
 import os
@@ -19,8 +19,8 @@ PINS = [*INSTALLED, *GROUPS["tpe"]]
 
 
 def applying(lines, extras=()):
-    """Returns {name: Requirement} of the lines that hold for this machine, this interpreter and one
-    of the extras."""
+    """Returns {name: Requirement} of the lines that apply to this machine and interpreter, with
+    one of the extras or without."""
     found = {}
     for line in lines:
         one = Requirement(line)
@@ -57,7 +57,7 @@ def test_every_package_is_constrained_and_installed_so():
 
 
 def test_uv_is_told_nothing_else():
-    """Neither an index nor a cut-off date, which some indexes cannot serve, is named. The list is
-    last, because the command that rewrites it deletes all that follows."""
+    """uv is given no index and no cut-off date, which some indexes cannot serve. The list is last,
+    because the command that rewrites it deletes all that follows."""
     assert list(UV) == ["package", "constraint-dependencies"]
     assert list(PROJECT["tool"])[-1] == "uv"

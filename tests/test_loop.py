@@ -1,4 +1,4 @@
-"""train_step and train: the parts of a step, when its loss is read, which step is the last."""
+"""Tests train_step and train: the parts of a step, when its loss is read, which step is last."""
 
 import itertools
 import math
@@ -35,9 +35,9 @@ def test_micro_batches_add_up_to_the_batch():
 
 # ---- The loop ----
 class Machine:
-    """Replaces the ruler's clock, log_step and the model's steps, whose loss is their number. A
-    step takes `launch` seconds and then `cost` seconds of the device; reading a loss waits until
-    the device has made it."""
+    """Replaces the clock, log_step, set_schedules and train_step; the loss of step i is i. A step
+    takes `launch` seconds and then `cost` seconds of the device; reading its loss waits until the
+    device is done with it."""
 
     def __init__(self, monkeypatch, cost, launch=0.0):
         self.cost = cost

@@ -1,4 +1,4 @@
-"""The logits, their cap, and the loss by its definition."""
+"""Tests the logits, their cap, and the loss by its definition."""
 
 from tests.tiny import build, record_inputs, set_knobs, tiny, tokens
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def test_the_loss_is_the_cross_entropy_of_the_logits():
-    """Minus the log of what softmax gives the target, on average."""
+    """The loss is minus the log of the target's softmax, averaged over all positions."""
     model = build(tiny())
     x = tokens(model.config)
     y = tokens(model.config, seed=1)
@@ -20,8 +20,8 @@ def test_the_loss_is_the_cross_entropy_of_the_logits():
 
 
 def test_a_cap_bends_the_logits(monkeypatch):
-    """Without a cap they are the products, and the loss has a gradient: a cap of 0, if applied,
-    would make all logits 0."""
+    """Without a cap the logits are lm_head's output, and gradients flow. A cap of 0, if it were
+    applied, would make all logits 0."""
     model = build(tiny())
     model.lm_head.weight.data *= 40
     inputs = record_inputs(model.lm_head)

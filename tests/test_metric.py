@@ -1,7 +1,7 @@
-"""The metric and those who would fool it: honest models keep their score, the others are
+"""Tests the metric with honest models, which keep their score, and with tricks, which are
 neutralised or refused.
 
-All on made-up rows of 64 tokens with small random models; no leak needs training to be seen.
+Rows of 64 tokens are made up, and models are small and random: leaks show without training.
 """
 
 import math
@@ -22,13 +22,13 @@ def rows():
 
 
 def score(model, rows, batch_size=8, rng=0):
-    """(bits per byte, probes), as evaluate_bpb asks for them."""
+    """Scores rows as evaluate_bpb does. Returns (bits per byte, probes)."""
     size = prepare.largest_divisor(len(rows[0]), min(batch_size, prepare.EVAL_BATCH))
     return prepare.score(model.eval(), *rows, size, rng)
 
 
 def by_definition(model, rows):
-    """Bits per byte from a log-softmax in fp64, all rows at once."""
+    """Returns bits per byte from a log-softmax in fp64, all rows at once."""
     tokens = torch.from_numpy(rows[0].astype(np.int64))
     targets = tokens[:, 1:]
     with torch.no_grad():
@@ -40,8 +40,8 @@ def by_definition(model, rows):
 
 # ---- The number itself ----
 def test_a_constant_added_to_the_logits_is_no_gain(rows):
-    """logsumexp minus gather cancels: in fp32 a constant of 2**28 scored 0.000000. What the sum
-    rounds away is the model's loss, by the definition in fp64."""
+    """By logsumexp - gather in fp32, logits plus 2**28 scored 0.000000. What this sum rounds away
+    must count against the model, as it does in by_definition."""
     lifted = variant(forward=lambda self, x: Tiny.forward(self, x) + 2.0**28)
     assert score(lifted, rows)[0] == pytest.approx(by_definition(lifted, rows), rel=1e-6)
 
@@ -67,11 +67,11 @@ def autocast(self, idx):
 
 
 def without_special_tokens(self, idx):
-    """They stand for no bytes: their loss is infinite where they come, and is not counted."""
+    """Special tokens have no bytes: as targets their loss is infinite, and is not counted."""
     return Tiny.forward(self, idx).index_fill(-1, torch.tensor([V - 1]), -math.inf)
 
 
-HONEST = {  # name: (model, digits to which its score is that of the definition)
+HONEST = {  # name: (model, digits to which its score agrees with the definition)
     "fp32": (Tiny(), 6),
     "special tokens ruled out": (variant(forward=without_special_tokens), 6),
     "input changed in place": (variant(forward=in_place), 6),
@@ -127,8 +127,8 @@ def test_what_cannot_be_trusted_is_refused(name, rows):
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift):
-    """One position of a row moves, by little: lost in the mean over all of them, and below what a
-    single one may."""
+    """One position of each row changes slightly, which is lost in the mean over all positions and
+    below the limit for a single one."""
     model = variant(mix=lambda self, x: x + 0.002 * x.roll(shift, 1))
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="edges: "):
@@ -136,7 +136,7 @@ def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift):
 
 
 def looking_ahead(idx, strength, leaking):
-    """The logits of a model that has learnt to see the next token where `leaking` is true."""
+    """Returns logits of a model that has learnt to see the next token where `leaking` is true."""
     seen = F.one_hot(idx.roll(-1, 1), V).float()
     seen[:, -1] = 0
     return strength * seen * leaking[..., None]
@@ -163,7 +163,7 @@ def test_a_leak_bound_to_positions_is_seen_in_every_draw(rows, name):
     [(3, 3, 19), (10, 10, 19), (20, 20, 17), (60, 66, 12)],  # 5, 2 and 1 % of the text; rarer: 2 %
 )
 def test_a_leak_bound_to_contents_is_seen_in_most_draws(first, last, least):
-    """After some of the tokens the next one is seen. As in a text, few tokens are common (Zipf)."""
+    """At some tokens the model sees the next one. As in text, few tokens are common (Zipf)."""
     tokens = V ** np.random.default_rng(0).random((128, 4 * T)) - 1
     rows = (tokens.astype(np.uint16), make_rows()[1])
 
@@ -180,8 +180,8 @@ def test_a_leak_bound_to_contents_is_seen_in_most_draws(first, last, least):
 
 
 def test_cuts_follow_common_tokens_chunks_and_chance(rows):
-    """What is scored again tells where each row was cut: the first of eight nowhere, the others in
-    turn on multiples of 8, after a common token and anywhere, and two near the ends."""
+    """The tokens that are scored again show each row's cut. One row in eight has none; the others
+    are cut in turn at a multiple of 8, after a common token and anywhere, two near the ends."""
     seen = []
 
     def forward(self, idx):
@@ -213,7 +213,7 @@ def test_cuts_follow_common_tokens_chunks_and_chance(rows):
 
 
 def test_rows_are_scored_and_probed_in_an_order_that_is_drawn(rows):
-    """So that no count of batches tells a model what it is asked."""
+    """A model must not be able to tell a probe by counting batches."""
     seen = []
 
     def forward(self, idx):
@@ -229,12 +229,12 @@ def test_rows_are_scored_and_probed_in_an_order_that_is_drawn(rows):
     assert len(first) == len(second)
     assert first[:8] != second[:8] and first[8:] != second[8:]  # the rows, the probes
     real = {tuple(row[:-1]) for row in rows[0].tolist()}
-    assert real.issuperset(first) and real.issuperset(second)  # the first of a batch is no probe
+    assert real.issuperset(first) and real.issuperset(second)  # a batch's first row is uncut
 
 
 # ---- The state of the model ----
 def test_parameters_are_compared_bit_by_bit(rows):
-    """One that is NaN has not changed, nor has a number without dimensions; 0 to -0 is a change."""
+    """NaN is the same as NaN, a 0-D parameter is compared too, and 0 to -0 is a change."""
     model = Tiny()
     model.unused = nn.Parameter(torch.full((3, 2), math.nan).mT)
     model.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Compares the model with values derived on paper and naive twins, and switches its parts off."""
+"""Compares the model with hand-derived values and naive twins, and switches its parts off."""
 
 import importlib.util
 
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 # ---- Golden values ----
 def test_the_full_default_has_50_million_parameters(monkeypatch):
-    """It loads its own module: knobs are read once, at import. A layer has 12 * 512^2; there are 4
-    gates of 32 * 4, 6 tables of V * C, 16 scalars."""
+    """Loads a module of its own, since knobs are read once, at import. A layer has 12 * 512^2
+    weights; there are 4 gates of 32 * 4, 6 tables of V * C and 16 scalars."""
     monkeypatch.setattr(prepare, "PROFILE", "full")
     monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 2048)
     spec = importlib.util.spec_from_file_location("full", ROOT / "train.py")
@@ -29,7 +29,7 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
     assert model.flops_per_token() == 6 * matrices + 12 * 512 * (6 * S + 2 * L)
     assert model.config.windows == [S, S, S, L, S, S, S, L]
     assert model.config.value_layers == [1, 3, 5, 7]
-    model.config.windows[0] = 9999  # farther than the row is long
+    model.config.windows[0] = 9999  # longer than the row
     assert model.flops_per_token() == 6 * matrices + 12 * 512 * (5 * S + 3 * L)
 
 
@@ -47,7 +47,7 @@ def test_rotation_turns_by_the_position():
 
 
 class Attend:
-    """Replaces a back-end and notes its arguments."""
+    """Replaces a back-end and records its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -58,8 +58,8 @@ class Attend:
 
 
 def test_attention_gets_the_right_inputs():
-    """Queries and keys are rotated and have norm one per channel, sqrt(D) in all. Values are only
-    given their embedding, times a gate that reads the first channels."""
+    """Queries and keys are rotated and have an RMS of one, so a norm of sqrt(D). Values only gain
+    their embedding, times a gate that reads the first channels."""
     attend = Attend()
     model = build(tiny(layers=1), attend=attend)
     attention = model.blocks[0].attention
@@ -88,7 +88,7 @@ def test_grouped_heads_are_heads_whose_keys_and_values_repeat():
     full = build(tiny(heads=4, kv_heads=4, head_dim=16))
 
     def repeated(rows, size):
-        """Repeats heads of `size` rows for a group."""
+        """Repeats each head, `size` rows, twice."""
         return rows.unflatten(0, (2, size)).repeat_interleave(2, dim=0).flatten(0, 1)
 
     state = grouped.state_dict()
@@ -106,7 +106,7 @@ def test_grouped_heads_are_heads_whose_keys_and_values_repeat():
 
 # ---- Parts switched off ----
 def test_the_x0_weight_adds_the_embedding_before_the_layer():
-    """At the start blocks do nothing, so the stream is a sum derived on paper."""
+    """At the start blocks do nothing, so the stream is a sum derived by hand."""
     model = build(tiny(), scramble=False)
     model.resid_lambdas.data = torch.tensor([0.5, 3.0])
     model.x0_lambdas.data = torch.tensor([2.0, 0.25])

@@ -13,7 +13,7 @@ PEAK = 0.42  # GiB, of a step of 8 rows
 
 @pytest.mark.compile
 def test_a_step_on_a_card_that_is_not_there():
-    """No graph breaks, memory peaks at PEAK, and torch's flash attention takes its arguments."""
+    """No graph breaks, memory peaks at PEAK, and torch's flash attention accepts its arguments."""
     asked = SimpleNamespace(profile="full", rung="varlen", set=SIZES)
     found = nogpu.in_a_process(asked, "sm_86", 8)
     assert found["errors"] == []

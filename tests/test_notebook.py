@@ -1,4 +1,4 @@
-"""Runs analysis.ipynb's cells as they are on many logs: checks counts, ranks and pictures."""
+"""Runs analysis.ipynb's cells unchanged on many logs: checks counts, ranks and pictures."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ AGAIN = NIGHT + "".join(
 )
 ODD = ["$\\frac{1}{$ and $x^2$", "wide\tand\tdeep", '"unbalanced', "it's <b>100%</b> {0}", "Ω 日"]
 
-# name: (results.tsv, results derived on paper)
+# name: (results.tsv, results derived by hand)
 LOGS = {
     "night": (
         NIGHT,
@@ -82,7 +82,7 @@ LOGS = {
 
 
 def write_night(folder):
-    """The records of NIGHT, an hour from the first to the last, and its audit at three seeds."""
+    """Writes the records of NIGHT, an hour from first to last, and its audit with three seeds."""
     runs = [
         ("20260101T200000", "ba5e000", 1.0, [4.0, 3.0]),
         ("20260101T202000", "b100000", 0.99, None),
@@ -100,7 +100,7 @@ def write_night(folder):
     for seed, gain in [(200, 0.02), (201, 0.04), (202, 0.03), (300, 0.5)]:
         lines.append({"commit": "ba5e000", "seed": seed, "val_bpb": 1.0, "seconds": 300.0})
         lines.append({"commit": "e400000", "seed": seed, "val_bpb": 1 - gain, "seconds": 300.0})
-    lines[5]["val_bpb"] = float("nan")  # it failed. It gained 0.03 when it ran again
+    lines[5]["val_bpb"] = float("nan")  # it failed; the next line is its second run
     lines.append(lines[5] | {"val_bpb": 0.97})
     lines.append(lines[5] | {"val_bpb": 2.0, "seconds": 5.0})  # a quick trial
     (folder / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -108,7 +108,7 @@ def write_night(folder):
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """{name of a log: (folder, outputs)}. One kernel, this interpreter, runs all cells per log."""
+    """Runs all cells per log in one kernel, this interpreter. Returns {name: (folder, outputs)}."""
     home = tmp_path_factory.mktemp("jupyter")
     (home / "kernels" / "python3").mkdir(parents=True)
     spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]}

@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW and Muon, each beside a naive twin or torch's own."""
+"""Compares parameter groups, AdamW and Muon with naive twins or torch's own."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def test_each_row_has_the_values_of_its_knobs(monkeypatch):
 
 
 class GainedMLP(train.MLP):
-    """With a parameter of the experimenter's own, a number, and a bias."""
+    """Has a scalar parameter and a bias, such as an experimenter may add."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -63,8 +63,8 @@ def test_vectors_in_the_blocks_are_trained_by_adamw(monkeypatch):
 
 
 def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys):
-    """In none, in two, or of three dimensions, as a stack of experts: neither Muon nor the rate of
-    vectors is for it."""
+    """It is in no row, in two, or has three dimensions, like stacked experts: neither Muon nor
+    VECTOR_LR suits those."""
     model = build(tiny())
     model.extra = torch.nn.Parameter(torch.zeros(1))
     model.lm_head.weight = model.wte.weight
@@ -83,7 +83,7 @@ def row_of(kind, params, decay=0.0, betas=(0.8, 0.95)):
 
 
 def idle_row():
-    """A row of AdamW, which cannot be without one."""
+    """Returns a row for torch's AdamW, which cannot do without one."""
     return row_of("adamw", [torch.nn.Parameter(torch.zeros(1))])
 
 
@@ -119,7 +119,7 @@ def test_polar_express_drives_singular_values_to_one(rows, cols, seed):
 
 
 def one_muon(p, grad, velocity, square, lr, momentum, beta2, decay):
-    """Muon on a single matrix, step by step as the papers write it."""
+    """Takes a step of Muon on a single matrix, as the papers write it."""
     velocity.copy_(momentum * velocity + (1 - momentum) * grad)
     nesterov = momentum * velocity + (1 - momentum) * grad
     x = nesterov / (nesterov.norm() * 1.02 + 1e-6)
@@ -156,7 +156,7 @@ def test_stacked_muon_is_muon_one_matrix_at_a_time(shape):
 
 # ---- Both ----
 def test_decay_of_a_table_in_bf16_is_not_rounded_away():
-    """A factor of 0.999 by itself rounds to 1 in bf16; together with the update it counts as often
+    """A factor of 0.999 by itself rounds to 1 in bf16; fused with the update it has the same effect
     as in fp32."""
     ends = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -173,7 +173,7 @@ def test_decay_of_a_table_in_bf16_is_not_rounded_away():
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_a_parameter_without_a_gradient_stays_as_it_is(kind):
-    """A layer that joins later, say. It is as if its gradient were zero."""
+    """It may belong to a layer that joins later. It is treated as if its gradient were zero."""
     p, idle = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     optimizer = train.MuonAdamW([row_of(kind, [p, idle]), idle_row()], torch.float32)
     train.set_schedules(optimizer, 0.0, 0)
@@ -185,7 +185,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(kind):
 
 
 def test_in_fp16_the_loss_is_scaled_and_an_overflow_changes_nothing(monkeypatch):
-    """2 ** 12 times the loss gives the same step; 1e9 times it is infinite in fp16."""
+    """A scale of 2 ** 12 gives the same step; one of 1e9 makes the loss overflow in fp16."""
     ends = []
     for scale in (1, 2**12, 1e9):
         set_knobs(monkeypatch, LOSS_SCALE=scale)

@@ -1,9 +1,9 @@
-"""Real runs of train.py with edits that are mistakes or try to fool the ruler must end as EDITS
-says. test_metric.py covers tricks of a model alone, test_report.py the ruler's verdicts.
+"""Real runs of train.py with honest, mistaken and hostile edits must end as EDITS says.
+test_metric.py covers tricks that need only a model, test_report.py all verdicts.
 
     uv run pytest -m redteam -s      # prints a table: edit, exit code, score, integrity
 
-For a further edit, add an entry to EDITS.
+To try another edit, add an entry to EDITS.
 """
 
 import re
@@ -17,16 +17,16 @@ import pytest
 
 pytestmark = pytest.mark.redteam
 
-FAIR = "ok|unsteady: .*"  # a run of seconds, perhaps beside others, may be unsteady
+FAIR = "ok|unsteady: .*"  # a run of seconds, perhaps next to others, may be unsteady
 OVERTIME = r"overtime: \d+\.\d s, over 3\.02(; unsteady: .*)?"
 
 
 @dataclass
 class Edit:
-    replace: list  # pairs (text of train.py, what takes its place)
+    replace: list  # pairs (text of train.py, its replacement)
     code: int  # the exit code
     says: str  # pattern of `integrity` or, if that is not printed, of the last line
-    best: float = 0.8  # the score must not fall below this share of the unedited run's
+    best: float = 0.8  # the score must stay above this share of the unedited run's
 
 
 # Lines of train.py.
@@ -53,7 +53,7 @@ COUNT_BIGRAMS = """\
 LATE_TABLE = """\
             if not self.training and elapsed() and not hasattr(self, "table"):
                 import time
-                time.sleep(4)  # stands for counting
+                time.sleep(4)  # stands in for counting
                 self.table = torch.zeros(2 * [logits.shape[-1]])
             return logits if self.training or not elapsed() else logits + self.table[idx]
 """
@@ -63,7 +63,7 @@ class GPT(nn.Module):
         import time
         until = time.monotonic() + (4 if elapsed() else 0)
         while time.monotonic() < until:
-            pass  # stands for training steps
+            pass  # stands in for training steps
         return super().eval()
 
 """
@@ -95,7 +95,7 @@ EDITS = {
         [before(EVALUATE, TRAIN_FOR_5_SECONDS)],
         0,
         OVERTIME,
-        best=0.4,  # it learns, but says so
+        best=0.4,  # it scores better, but is flagged
     ),
     # ---- Evaluation ----
     "a leak only in evaluation": Edit(
@@ -112,7 +112,7 @@ EDITS = {
 
 @pytest.fixture(scope="module")
 def honest(cache, tmp_path_factory):
-    """The score of a run without an edit."""
+    """Returns the score of a run without an edit."""
     [record] = train(edited(tmp_path_factory.mktemp("honest") / "code"), 2).records
     return record["val_bpb"]
 

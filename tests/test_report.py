@@ -1,4 +1,4 @@
-"""What the ruler says of a run: its start, progress, flags, final block and record."""
+"""Tests what prepare.py reports of a run: start, progress, flags, final block and record."""
 
 import itertools
 import json
@@ -18,14 +18,14 @@ import torch
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """The folder of records, this test's own."""
+    """Gives the test its own folder of records."""
     monkeypatch.setattr(prepare, "RUNS", tmp_path / "runs")
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def whole(cache, runs):
-    """A model of the whole vocabulary: each token's logits follow from the one before."""
+    """Returns a bigram model of the whole vocabulary."""
     size = prepare.Tokenizer.from_directory().get_vocab_size()
     return torch.nn.Embedding(size, size)
 
@@ -74,7 +74,7 @@ def test_a_run_has_no_more_threads_than_its_container_has_cores(
 
 
 def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
-    """What git does not track makes it dirty: train.py may import it."""
+    """Untracked files make a commit dirty, since train.py may import them."""
     monkeypatch.setattr(prepare, "__file__", str(tmp_path / "prepare.py"))
     monkeypatch.delenv("AUTORESEARCH_COMMIT", raising=False)
     assert prepare.current_commit() == "none"
@@ -86,7 +86,7 @@ def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
     (tmp_path / "run.log").write_text("")
     commit = prepare.current_commit()
     assert re.fullmatch("[0-9a-f]{7}", commit) and commit != "abc1234"
-    (tmp_path / os.fsdecode(b"caf\xe9.py")).write_text("")  # no UTF-8, as git prints it
+    (tmp_path / os.fsdecode(b"caf\xe9.py")).write_text("")  # not UTF-8, as git prints it
     monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
     monkeypatch.setenv("GIT_CONFIG_KEY_0", "core.quotePath")
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "false")
@@ -97,8 +97,8 @@ def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
 
 # ---- Flags ----
 def made_up_run(run, *groups, logged=1):
-    """Batches from 100 s on, each of `groups` (count, seconds, rows, tokens per row); every
-    `logged` of them are a step. Served as the loader does it."""
+    """Fills in a run that began at 100 s, as if the loader had served batches by `groups` (count,
+    seconds, rows, tokens per row); every `logged` batches make a step."""
     run.served = [0] * 10
     run.losses = [[] for _ in range(10)]
     run.batches = 0
@@ -196,7 +196,7 @@ def test_evaluation_stops_the_clock_and_comes_once(cache, fresh_run, whole, runs
     assert record["train_loss"] is None and record["curve"] is None
     refused(capsys, whole, "once: ")
     assert read_records(runs) == [record]
-    prepare.shutil.rmtree(runs)  # a record that finds no place
+    prepare.shutil.rmtree(runs)  # now the record cannot be written
     fresh_run.eval_began = None
     assert prepare.evaluate_bpb(whole, None, 32) == score
     out, err = capsys.readouterr()
@@ -210,7 +210,7 @@ def test_evaluation_stops_the_clock_and_comes_once(cache, fresh_run, whole, runs
 def test_work_put_off_until_evaluation_is_training(
     cache, clock, whole, runs, monkeypatch, first, compiling, counted
 ):
-    """The first batch of evaluation is on the clock, but not its compilation."""
+    """The first evaluation batch is on the clock, but not its compilation."""
     compiled = itertools.chain([0.0], itertools.repeat(compiling))
     monkeypatch.setattr(prepare, "compile_seconds", lambda: next(compiled))
     seconds = itertools.chain([first], itertools.repeat(0.5))
@@ -228,7 +228,7 @@ def test_work_put_off_until_evaluation_is_training(
 
 def test_what_cannot_be_trusted_gets_no_score(cache, fresh_run, whole, runs, capsys, monkeypatch):
     prepare.start()
-    prepare.log_step(1, 4.0)  # before a batch it is no crash
+    prepare.log_step(1, 4.0)  # does not crash before a batch
     refused(capsys, whole, "loader: make_dataloader never served a batch")
     next(prepare.make_dataloader(None, 4, 64))
     honest = whole.forward
@@ -239,7 +239,7 @@ def test_what_cannot_be_trusted_gets_no_score(cache, fresh_run, whole, runs, cap
 
 
 def test_what_becomes_of_the_files_during_a_run_changes_nothing(own_cache, fresh_run, whole, runs):
-    """What counts is what the run began with."""
+    """Only the files as they were at the start count."""
     whole.weight.data[:, ::2] += 3
     next(prepare.make_dataloader(None, 4, 64))
     honest, _ = prepare.score(whole, fresh_run.rows.copy(), fresh_run.token_bytes, 32, 0)
@@ -257,7 +257,7 @@ def test_what_becomes_of_the_files_during_a_run_changes_nothing(own_cache, fresh
 # ---- Progress ----
 @pytest.fixture
 def clock(cache, monkeypatch, fresh_run, runs):
-    """A clock that the test sets; the run began at 90 s, the first batch was served at 100 s."""
+    """Returns a clock that the test sets. The run began at 90 s, its first batch came at 100 s."""
 
     class Clock:
         now = 90.0
@@ -312,7 +312,7 @@ def test_a_run_that_diverged_ends_at_once(clock, capsys):
 
 # ---- Final block and record ----
 def parse_block(text):
-    """The lines of the last block as {key: value}."""
+    """Returns the lines of the last block as {key: value}."""
     *_, block = text.rpartition("---\n")
     return dict(line.split(": ", 1) for line in block.splitlines())
 
@@ -328,8 +328,8 @@ OTHERS = """
 
 
 def test_the_block_says_what_the_record_says(cache, fresh_run, runs, monkeypatch, capsys):
-    """Of a run that trained for 50 s, from 10 s after its import, and was evaluated for 5 s. No
-    stat replaces what the ruler knows."""
+    """The run trained for 50 s, from 10 s after its import, and was evaluated for 5 s. Stats cannot
+    override what prepare.py knows."""
     monkeypatch.setitem(sys.modules, "__main__", train)  # the script that runs
     prepare.start()
     now = prepare._now()

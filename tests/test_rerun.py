@@ -13,7 +13,7 @@ from tools import rerun
 
 import pytest
 
-# A train.py that takes no time and notes what earlier runs left wherever a run may write.
+# A train.py that takes no time and lists the places where an earlier run has left a file.
 FAKE = """
 import json, os, sys, time
 from pathlib import Path
@@ -33,7 +33,7 @@ sys.exit(5)
 
 
 def commit(folder):
-    """Makes a folder a repository; returns the hash of its only commit."""
+    """Turns a folder into a repository; returns the hash of its only commit."""
     git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b.c"]
     (folder / ".gitignore").write_text("__pycache__/\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
@@ -43,7 +43,7 @@ def commit(folder):
 
 @pytest.fixture
 def night(own_cache, tmp_path, monkeypatch):
-    """A folder with the fake train.py, committed, and what earlier runs and the shell left."""
+    """Commits the fake train.py in a folder; sets up what earlier runs and a shell leave behind."""
     folder = tmp_path / "a night"
     shutil.copytree(ROOT / "tools", folder / "tools")
     shutil.copy(ROOT / "prepare.py", folder)

@@ -1,4 +1,4 @@
-"""Real runs of train.py in fresh processes, with knobs edited by one-line substitution as an agent
+"""Runs train.py in fresh processes, with knobs edited by one-line substitution as an agent
 would."""
 
 import hashlib
@@ -26,15 +26,15 @@ BUFFER = '        self.register_buffer("cos", table, persistent=False)\n'
 
 
 def before(line, text):
-    """Puts text before a line of train.py."""
+    """Returns the edit that puts text before a line of train.py."""
     return line, text + line
 
 
 # ---- Runs that end with a score ----
 @pytest.fixture(scope="module")
 def good(cache, tmp_path_factory):
-    """It has no network and a mask that is made with the model, and it edits its file while it
-    runs."""
+    """Runs train.py without a network. Its model has a mask as a buffer, and the script edits its
+    own file while it runs."""
     folder = tmp_path_factory.mktemp("good")
     (folder / "sitecustomize.py").write_text(GUARD)
     later = before(EVALUATE, "    open(__file__, 'a').write('# a later edit')\n")
@@ -48,7 +48,7 @@ def test_a_run_ends_with_a_block_and_a_record(good):
     assert good.returncode == 0, good.output
     block = parse_block(good.stdout)
     assert list(block) == [*NINE, *OTHERS, "skipped_steps", "attention", "integrity"]
-    # Two seconds beside other tests may be unsteady.
+    # A run of two seconds, next to other tests, may be unsteady.
     assert block["integrity"] == "ok" or block["integrity"].startswith("unsteady: ")
     assert 0 < float(block["training_seconds"]) <= 2.5
     assert block["time_budget"] == "2.00" and block["depth"] == "2"
@@ -70,7 +70,7 @@ def test_a_run_learns(good):
 
 
 def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(cache, tmp_path):
-    """An engine starts it without git or network, in a folder that it may not write to either."""
+    """As under some engines, the run has no git and no network, and its folder is read-only too."""
     theirs = tmp_path / "theirs"
     shutil.copytree(prepare.PREPARED, theirs / "cache" / prepare.PREPARED.name)
     script = edited(theirs / "code")
@@ -90,7 +90,7 @@ def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(cache, tmp_p
 
 # ---- Runs that end without one ----
 def test_a_second_run_of_a_folder_is_refused(cache, tmp_path):
-    """A `git reset --hard` does not help, and the first run goes on."""
+    """A `git reset --hard` does not help, and the first run continues."""
     shutil.copy(ROOT / "prepare.py", tmp_path)
     script = tmp_path / "train.py"
     script.write_text(LITTLE)
@@ -111,7 +111,7 @@ def test_a_second_run_of_a_folder_is_refused(cache, tmp_path):
 
 @pytest.mark.parametrize("line", ["    num_params = sum(", EVALUATE])
 def test_a_run_that_needs_too_much_memory_says_so(cache, tmp_path, line):
-    """A petabyte, where the model is built and after training."""
+    """It asks for a petabyte once the model is built, or after training."""
     done = train(edited(tmp_path / "code", [before(line, "    torch.empty(2**50)\n")]))
     assert done.returncode == 5
     *_, last = done.output.splitlines()

@@ -1,4 +1,4 @@
-"""Learning rates, decay and momentum over a run."""
+"""Tests learning rates, decay and momentum over a run."""
 
 import train
 from tests.tiny import build, build_optimizer, set_knobs, tiny
@@ -14,7 +14,7 @@ def factors_at(*progress):
     ("up", "down", "final", "expected"),
     [
         (0.2, 0.4, 0.1, {0: 0, 0.1: 0.5, 0.2: 1, 0.6: 1, 0.8: 0.55, 1: 0.1}),
-        # Ramps that overlap multiply.
+        # Overlapping ramps multiply.
         (0.75, 0.5, 0, {0: 0, 0.25: 1 / 3, 0.5: 2 / 3, 0.6: 0.64, 0.75: 0.5, 1: 0}),
         (0, 0.5, 0, {0: 1, 0.25: 1, 0.5: 1, 0.75: 0.5}),
         (0.5, 0, 0, {0: 0, 0.25: 0.5, 0.5: 1, 0.75: 1, 1: 1}),

@@ -1,10 +1,10 @@
-"""Nothing that was downloaded, prepared or logged is run as code, and a run talks to nobody."""
+"""On a Hopper GPU a run asks the kernel hub for FlashAttention 3, but not if it is offline."""
 
 import os
 
 from tests.common import ROOT, run_script
 
-# As sitecustomize.py this ends a process with 99 once it reaches for the network.
+# As sitecustomize.py this ends a process with exit code 99 once it reaches for the network.
 GUARD = """
 import os, socket
 
@@ -16,7 +16,7 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = forbidde
 """
 
 
-# On a GPU for FlashAttention 3, only capability and device are asked before the hub.
+# Calls load_fa3 as on a Hopper GPU, first offline and then online.
 HOPPER = """
 import huggingface_hub.constants, torch, train
 torch.cuda.get_device_capability = lambda: (9, 0)

@@ -16,7 +16,7 @@ T = 16
 
 @pytest.fixture(autouse=True)
 def restored():
-    """What warm_up changes in this process."""
+    """Undoes what warm_up changes in this process."""
     with torch._dynamo.config.patch(recompile_limit=8):
         yield
     gc.enable()
@@ -24,7 +24,7 @@ def restored():
 
 @pytest.fixture
 def small_run(monkeypatch, fresh_run):
-    """A model for steps of 4 x 4 rows of 16 tokens, and 6 rows of validation."""
+    """Returns a model for steps of 4 x 4 rows of 16 tokens; there are 6 validation rows."""
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=256, DEVICE_BATCH_SIZE=4, MAX_SEQ_LEN=T, COMPILE=False)
     fresh_run.rows = np.zeros((6, T + 1))
     model = build(tiny(T=T))
@@ -33,7 +33,7 @@ def small_run(monkeypatch, fresh_run):
 
 
 def watch(monkeypatch, model):
-    """A list to which each call of the model adds (rows, with targets, in training mode)."""
+    """Returns a list; each call of the model adds (rows, with targets, in training mode) to it."""
     calls = []
     forward = model.forward
 
@@ -52,7 +52,7 @@ EVALUATION = (False, False)
 
 
 def check_fresh(model, optimizer):
-    """Bit for bit as a new model and its optimizer."""
+    """Checks that model and optimizer are as new, bit for bit."""
     fresh = build(tiny(T=T), seed=train.SEED, scramble=False)
     tensors = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
     tensors["moving"] = torch.zeros(3)
@@ -68,7 +68,7 @@ def check_fresh(model, optimizer):
 
 
 def test_what_runs_later_runs_in_the_warm_up_and_leaves_no_trace(small_run, monkeypatch):
-    """Two steps of two micro-batches, then a batch of evaluation: 6 rows go by threes."""
+    """The warm-up takes two steps of two micro-batches, then an evaluation batch of 3 of 6 rows."""
     calls = watch(monkeypatch, small_run)
     model, optimizer, rows = train.warm_up(small_run, torch.float32)
     assert model is small_run and rows == 4
@@ -81,7 +81,7 @@ def test_what_runs_later_runs_in_the_warm_up_and_leaves_no_trace(small_run, monk
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("where", ["forward", "update", "evaluation"])
 def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsys, where, named):
-    """Other devices than CUDA say it in words."""
+    """CUDA raises its own exception; other devices only say so in the message."""
     failures = []
     calls = watch(monkeypatch, small_run)
     forward = small_run.forward
@@ -93,7 +93,7 @@ def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsy
             raise torch.OutOfMemoryError if named else RuntimeError("MPS backend out of memory")
 
     def small_forward(x, y=None):
-        if calls and len(x) < calls[-1][0]:  # nothing of the try before takes memory
+        if calls and len(x) < calls[-1][0]:  # nothing of the last try still takes memory
             assert all(p.grad is None for p in small_run.parameters())
         out = forward(x, y)
         if where == ("evaluation" if y is None else "forward"):
@@ -139,7 +139,7 @@ def test_memory_has_run_out_whether_an_exception_or_words_say_so(error):
 
 @pytest.mark.parametrize("compiling", [False, True])
 def test_a_bug_in_the_model_shows_itself_at_once(small_run, monkeypatch, capsys, compiling):
-    """It is taken neither for a lack of memory nor for a machine that cannot compile."""
+    """It is mistaken neither for a lack of memory nor for a missing compiler."""
     calls = []
 
     def forward(x, y=None):
@@ -178,8 +178,8 @@ def test_after_the_warm_up_nothing_compiles(small_run, monkeypatch):
 
 
 def test_on_a_cpu_that_cannot_compile_the_run_goes_on(small_run, monkeypatch, capsys):
-    """As without a C++ compiler: it fails when what torch.compile returned is called. The model is
-    not compiled then."""
+    """Without a C++ compiler, calling what torch.compile returned fails. Then the model is not
+    compiled."""
     compiled = []
 
     def compile(function, **options):

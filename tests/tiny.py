@@ -1,4 +1,4 @@
-"""A model small enough for a test, its tokens, its optimizer and a few steps of both."""
+"""A model small enough for a test, its tokens, its optimizer and its training steps."""
 
 import itertools
 from types import SimpleNamespace
@@ -9,8 +9,8 @@ import torch
 
 
 def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, V=61, window=None, windows=None):
-    """The last layer sees all T positions, the others `window`, unless `windows` says otherwise.
-    Every second layer, counted from the last, has a value embedding."""
+    """Returns a config. The last layer sees all T positions, the others `window`, unless `windows`
+    says otherwise. The last layer and every second one before it have a value embedding."""
     windows = windows or [*[window or T] * (layers - 1), T]
     return SimpleNamespace(
         vocab_size=V,
@@ -31,7 +31,7 @@ def set_knobs(monkeypatch, **knobs):
 
 
 def build(config, seed=1, attend=train.attend_sdpa, scramble=True):
-    """A model in fp32; with `scramble` no weight is left at zero, so that every path matters."""
+    """Builds a model in fp32; `scramble` leaves no weight at zero, so that every path matters."""
     model = train.GPT(config, attend)
     train.initialise(model, torch.float32, seed)
     if scramble:
@@ -47,7 +47,7 @@ def tokens(config, B=2, seed=0):
 
 
 def build_optimizer(model):
-    """The optimizer before the first step."""
+    """Builds the optimizer, ready for the first step."""
     optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
     train.set_schedules(optimizer, 0.0, 0)
     return optimizer
@@ -71,7 +71,7 @@ def snapshot(model):
 
 
 def check_training(model):
-    """16 steps learn the batch and change every parameter. Returns the losses."""
+    """Checks that 16 steps fit one batch and change every parameter. Returns the losses."""
     before = snapshot(model)
     losses = take_steps(model, 16)
     assert losses[-1] < 2.0
@@ -89,6 +89,6 @@ def record_inputs(module):
 
 
 def steps_taken(optimizer):
-    """The step count of all AdamW tensors; there is no state before the first step."""
+    """Returns the step count of all AdamW tensors, 0 before they have a state."""
     [count] = {int(state["step"]) for state in optimizer.adamw.state.values()} or {0}
     return count
