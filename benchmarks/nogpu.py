@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 from benchmarks.common import ROOT, print_header, print_row, set_knobs
 
 GIB = 2**30
-KERNELS = ("rung", "kernels", "compiled", "shared, KiB", "breaks", "launches", "products")
+# The columns of the two tables. Calls of attention count as matmuls.
+KERNELS = ("rung", "kernels", "compiled", "shared, KiB", "breaks", "launches", "matmuls")
 MEMORY = ("rung", "rows", "before a step, GiB", "peak of a step", "of evaluation")
 
 
@@ -331,7 +332,7 @@ class Meter:
         self.live = {}
         self.now = 0
         self.peak = 0
-        self.products = 0
+        self.matmuls = 0
         meter = self
 
         class Mode(TorchDispatchMode):
@@ -349,7 +350,7 @@ class Meter:
 
         out = func(*args, **kwargs)
         if re.search(r"\.(add|b)?mm\b|attn|attention|fa3", str(func)):
-            self.products += 1
+            self.matmuls += 1
         torch.utils._pytree.tree_map_only(torch.Tensor, self.see, out)
         return out
 
@@ -447,7 +448,7 @@ def examine(args):
         with meter.mode:
             _, (inputs, _, _) = train.train_step(compiled_model, optimizer, batch, batches, 2)
         launches = sum(kernel.launches for kernel in kernels)
-        products = meter.products
+        matmuls = meter.matmuls
         training_peak = meter.peak
         model.eval()
         with torch.no_grad():
@@ -476,7 +477,7 @@ def examine(args):
         "shared, KiB": f"{shared / 1024:.0f} of {card.shared}",
         "breaks": sum(counters["graph_break"].values()),
         "launches": launches,
-        "products": products,
+        "matmuls": matmuls,
         "before a step, GiB": round(base / GIB, 2),
         "peak of a step": round(training_peak / GIB, 2),
         "of evaluation": round(meter.peak / GIB, 2),

@@ -27,7 +27,7 @@ from benchmarks.common import build, import_train, print_header, print_row, set_
 # Names of kernels and operators on CPU and GPU. In the two passes every batched matmul belongs to
 # attention, and so does every softmax except the loss's log_softmax.
 ATTENTION = re.compile("(?<!log)_softmax|bmm|flash|fmha")
-PRODUCT = re.compile("mm$|gemm|nvjet|cutlass|xmma")
+MATMUL = re.compile("mm$|gemm|nvjet|cutlass|xmma")
 NO_KERNEL = re.compile("^## Call|Torch-Compiled|CompiledFunction|TorchDynamo|AOTDispatcher|^cuda")
 
 
@@ -84,10 +84,10 @@ def where_time_goes(subject, steps):
     def part_of_passes(name):
         if ATTENTION.search(name):
             return "attention"
-        return "products" if PRODUCT.search(name) else "other kernels: element-wise, norms, loss"
+        return "matmuls" if MATMUL.search(name) else "other kernels: element-wise, norms, loss"
 
     def part_of_update(name):
-        return "update: products" if PRODUCT.search(name) else "update: other kernels"
+        return "update: matmuls" if MATMUL.search(name) else "update: other kernels"
 
     for _ in range(steps):
         profiled(two_passes, part_of_passes)
@@ -127,10 +127,11 @@ def print_profile(args):
         print_row(name, f"{milliseconds:.1f}", f"{milliseconds / whole:.3f}")
     used = subject.model.flops_per_token() * speed
     print(
-        f"\n{sys.modules['prepare'].DEVICE_NAME}, attention {subject.attention}, {subject.rows} rows "
-        f"at a time{memory}; without the profiler {1000 * seconds:.0f} ms per step, {speed:.0f} "
-        f"tokens/s: {used / 1e9:.0f} GFLOP/s by the model's count, {used / peak:.3f} of what a large "
-        f"product of {str(dtype).removeprefix('torch.')} does here, {peak / 1e9:.0f} GFLOP/s"
+        f"\n{sys.modules['prepare'].DEVICE_NAME}, attention {subject.attention}, {subject.rows} "
+        f"rows at a time{memory}; without the profiler {1000 * seconds:.0f} ms per step, "
+        f"{speed:.0f} tokens/s: {used / 1e9:.0f} GFLOP/s by the model's count, "
+        f"{used / peak:.3f} of what a large {str(dtype).removeprefix('torch.')} matmul does here, "
+        f"{peak / 1e9:.0f} GFLOP/s"
     )
 
 

@@ -79,7 +79,7 @@ def test_where_the_time_of_a_step_goes(call, tiny, cache, fresh_run, monkeypatch
     monkeypatch.setenv("TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE", "")
     rows, out = call(step, "--steps", 2)
     del rows["part of a step"]
-    for name in ("products", "attention", "update: products"):
+    for name in ("matmuls", "attention", "update: matmuls"):
         assert float(rows[name][0]) > 0, name
     assert sum(float(share) for _, share in rows.values()) == pytest.approx(1, abs=0.01)
     assert re.search(r"[0-9]+ tokens/s: [0-9]+ GFLOP/s by the model's count, 0\.[0-9]+ of", out)
