@@ -16,7 +16,7 @@ with open('calls', 'a') as file:
     print(commit, seed, file=file)
 if commit == 'broken':
     sys.exit('error: it cannot be trained')
-gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200)}[commit]
+gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200), 'mended': 0.02}[commit]
 record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok'}
 with open(os.environ['AUTORESEARCH_RUNS'] + '/1.json', 'w') as file:
     json.dump(record, file)
@@ -69,6 +69,13 @@ def test_baseline_and_last_keep_are_trained_in_turn(call, monkeypatch):
     assert "gain of best over base: 0.0400 +- 0.0058\n" in out
     monkeypatch.setattr(audit, "SECONDS", 6)
     assert len(call()[1]) == 12  # another budget's runs do not count
+
+
+def test_a_keep_that_broke_the_rules_is_not_audited(call, night):
+    with open(night / "results.tsv", "a") as file:
+        file.write("\nmended\t0.9\t1.0\tagain\twithout the leak\n")
+    out, _ = call("--seeds", 200)
+    assert out.endswith("\ngain of mended over base: 0.0200\n")
 
 
 def test_each_keep_has_a_gain(call):

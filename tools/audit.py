@@ -1,7 +1,7 @@
 """
 Measures a night's gain by training its commits again, in clean copies, with fresh seeds.
 
-    uv run tools/audit.py .                        # baseline and last keep, three seeds
+    uv run tools/audit.py .                        # baseline and best, three seeds
     uv run tools/audit.py . --keeps --seeds 300    # each keep against the one before it
 
 Each run calls tools/rerun.py in the night's folder and adds a line to audit.jsonl there. An audit
@@ -45,8 +45,9 @@ def read_log(path):
 
 
 def kept_commits(log):
-    """Returns the kept commits of a log in order, the baseline's first."""
-    kept = [row["commit"] for row in read_log(log) if row["status"] == "keep"]
+    """Returns the kept commits of a log in order, from the baseline's to that of `best`. An `again`
+    row has a commit of its own if it took out a keep that broke the rules."""
+    kept = [row["commit"] for row in read_log(log) if row["status"] in ("keep", "again")]
     return list(dict.fromkeys(kept))
 
 
