@@ -517,9 +517,9 @@ def token_losses(model, inputs, targets, token_bytes):
 def draw_cuts(tokens, rng):
     """Returns how many inputs each row of `tokens`, uint16 [N, T + 1], keeps: 1 to T - 1. A model
     that sees one token ahead betrays itself only at the last input that is kept, so cuts fall where
-    that is likely. Rows 0, 3, 6 and so on are cut at a multiple of 8, where chunks end; rows 1, 4
-    and 7 after a common token, each row after the next in frequency; rows 2 and 5 at the two ends;
-    the others anywhere."""
+    that is likely. Rows 0, 3, 6 and so on are cut at a multiple of 8, where chunks end; rows 1, 4,
+    7 and so on after a token, the most common first; rows 2 and 5 at the two ends; the others
+    anywhere."""
     N, T = tokens.shape[0], tokens.shape[1] - 1
     cuts = rng.integers(1, T, N)
     cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)

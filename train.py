@@ -591,9 +591,9 @@ def load_varlen():
 
 
 def attend_blocks(q, k, v, window):
-    """Multiplies each of N blocks of queries by the keys of its own block and of as many blocks
-    before it, `before`, as the window reaches. Compiled for a CPU, with a short window, this is
-    three to seven times as fast as sdpa."""
+    """Multiplies each of N blocks of queries by the keys of its own block and of the `before`
+    preceding ones that the window reaches. Compiled for a CPU, with a short window, this is three
+    to seven times as fast as sdpa."""
     T = q.shape[1]
     size = largest_divisor(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 ROOT = Path(__file__).resolve().parents[1]
-SPARE_SECONDS = 1200  # a run that takes this much longer than its training hangs
+SPARE_SECONDS = 1200  # a run this much longer than its training has hung
 
 
 # ---- Whole runs ----

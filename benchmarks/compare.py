@@ -9,8 +9,8 @@ An argument is a folder with a prepare.py and a train.py. Before whole runs, eac
 cache and compiles in a short run that is not counted. Both runs of a pair have the same seed, the
 next pair the next seed, and if a run fails, its pair is left out. Ctrl-C prints the table so far.
 With --steps an argument may also set knobs, and all arguments take steps in turn in one process,
-since the machine's speed may drift by more than a change is worth. The ratio is the speed relative
-to the first argument, the median over pairs of such steps.
+since the machine's speed may drift by more than a change is worth. Their ratio is the speed
+relative to the first argument, the median over the turns.
 """
 
 import argparse

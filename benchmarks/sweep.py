@@ -12,8 +12,8 @@ copy of train.py. The ratio is val_bpb relative to the first setting's with the 
 
 On a machine whose speed changes, a fixed time measures the machine too. With --steps N a run takes
 N optimizer steps, however long they last. A number after an @ multiplies N: how many steps this
-setting takes while the first one takes one, as compare.py --steps measures it. So neither other
-programs nor the number of runs at once (--jobs) affect a score.
+setting takes per step of the first one; with equal batches, that is compare.py's ratio. So neither
+other programs nor the number of runs at once (--jobs) affect a score.
 
 Random search and TPE are the baselines for a night of an agent's ideas. A random idea draws new
 values for one or two knobs of the best setting, from the ranges below, which were written down

@@ -46,7 +46,7 @@ def read_log(path):
 
 def kept_commits(log):
     """Returns the kept commits of a log in order, from the baseline's to that of `best`. An `again`
-    row has a commit of its own if it took out a keep that broke the rules."""
+    row has a commit of its own if it reverts a keep that broke the rules."""
     kept = [row["commit"] for row in read_log(log) if row["status"] in ("keep", "again")]
     return list(dict.fromkeys(kept))
 
