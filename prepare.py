@@ -473,7 +473,7 @@ def log_step(step, loss, **shown):
 
 
 # ---- Metric ----
-PROBE_ROWS = by_profile(full=288, medium=144, small=144)  # rows that `probe` scores, at most
+PROBE_ROWS = by_profile(full=288, medium=144, small=224)  # rows that `probe` scores, at most
 # How far the losses (nats) may change in a probe: on average, and at one position. Correct models
 # stay below 2e-5 and 0.02.
 PROBE_MEAN = 1e-3
