@@ -961,7 +961,7 @@ def build(folder, options):
 
 
 def publish(folder):
-    """Replaces the prepared folder by this one. Runs keep what they have opened."""
+    """Replaces the prepared folder with this one. Runs keep what they have opened."""
     shutil.rmtree(PREPARED, ignore_errors=True)
     folder.rename(PREPARED)
 

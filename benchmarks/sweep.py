@@ -142,17 +142,40 @@ RANGES = {
 TPE_RANDOM_IDEAS = 10  # TPE learns from these before it chooses any
 
 
-def draw(knob, rng):
-    """Draws a knob's value; floats get three significant digits."""
+def positions(knob):
+    """Returns the first and last of a knob's positions: the places in a list, the exponents of a
+    power of two, or the values themselves."""
+    kind, *limits = RANGES[knob]
+    return (0, len(limits) - 1) if kind == "of" else tuple(limits)
+
+
+def as_position(knob, value):
+    """Returns the position of a value."""
     kind, *limits = RANGES[knob]
     if kind == "of":
-        return limits[rng.integers(len(limits))]
-    low, high = limits
-    if kind == "power":
-        return 2 ** int(rng.integers(low, high + 1))
-    if kind == "log":
-        return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.3g}")
-    return float(f"{rng.uniform(low, high):.3g}")
+        return limits.index(value)
+    return value.bit_length() - 1 if kind == "power" else value
+
+
+def at_position(knob, position):
+    """Returns the value at a position; floats get three significant digits."""
+    kind, *limits = RANGES[knob]
+    if kind == "of":
+        return limits[position]
+    return 2**position if kind == "power" else float(f"{position:.3g}")
+
+
+def draw(knob, rng):
+    """Draws a knob's value."""
+    kind = RANGES[knob][0]
+    low, high = positions(knob)
+    if kind in ("of", "power"):
+        position = int(rng.integers(low, high + 1))
+    elif kind == "log":
+        position = math.exp(rng.uniform(math.log(low), math.log(high)))
+    else:
+        position = rng.uniform(low, high)
+    return at_position(knob, position)
 
 
 def random_idea(best, number):
@@ -175,25 +198,11 @@ def as_knobs(setting):
     return {knob: ast.literal_eval(value) for knob, value in items}
 
 
-def as_position(knob, value):
-    """Returns what TPE sees: the place in a list, the exponent of a power of two, or the value."""
-    kind, *limits = RANGES[knob]
-    if kind == "of":
-        return limits.index(value)
-    return value.bit_length() - 1 if kind == "power" else value
-
-
-def at_position(knob, position):
-    """Returns the value there, the inverse of as_position; floats get three significant digits."""
-    kind, *limits = RANGES[knob]
-    if kind == "of":
-        return limits[position]
-    return 2**position if kind == "power" else float(f"{position:.3g}")
-
-
-def tpe_idea(lines, number):
-    """Returns the {knob: value} that TPE proposes after the lines of the log. Runs that crashed or
-    were flagged count as failed trials, not as bad scores."""
+def tpe_idea(lines, as_it_is):
+    """Returns the {knob: value} that TPE proposes after the lines of the log; `as_it_is` holds
+    train.py's own values. Runs that crashed or were flagged count as failed trials, not as bad
+    scores."""
+    number = len(lines)
     if number <= TPE_RANDOM_IDEAS:
         return random_idea({}, number)
     import optuna
@@ -201,15 +210,11 @@ def tpe_idea(lines, number):
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {}
-    for knob, (kind, *limits) in RANGES.items():
-        if kind == "of":
-            space[knob] = IntDistribution(0, len(limits) - 1)
-        elif kind == "power":
-            space[knob] = IntDistribution(*limits)
+    for knob, (kind, *_) in RANGES.items():
+        if kind in ("of", "power"):
+            space[knob] = IntDistribution(*positions(knob))
         else:
-            space[knob] = FloatDistribution(*limits, log=kind == "log")
-    train = import_train()
-    as_it_is = {knob: getattr(train, knob) for knob in RANGES}
+            space[knob] = FloatDistribution(*positions(knob), log=kind == "log")
     # The seed is the idea's number, so a search that was cut off continues with the same ideas.
     sampler = optuna.samplers.TPESampler(seed=number, n_startup_trials=1)
     study = optuna.create_study(sampler=sampler)
@@ -249,6 +254,9 @@ def run_knobs(knobs, seconds):
 
 
 def search(log, ideas, seconds, tpe):
+    if tpe:
+        train = import_train()
+        as_it_is = {knob: getattr(train, knob) for knob in RANGES}
     lines = log.read_text().splitlines() if log.exists() else []
     lines = [json.loads(line) for line in lines]
     best = {}
@@ -257,7 +265,7 @@ def search(log, ideas, seconds, tpe):
     for number in range(ideas + 1):
         knobs = {}
         if number:
-            knobs = tpe_idea(lines[:number], number) if tpe else random_idea(best, number)
+            knobs = tpe_idea(lines[:number], as_it_is) if tpe else random_idea(best, number)
         if number < len(lines):
             line = lines[number]
             if line["setting"] != as_setting(knobs):
