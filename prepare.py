@@ -429,12 +429,13 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
 
     def serve_batches():
         rows = pack_rows(read_documents(), T + 1, buffer_size)
+        on_gpu = DEVICE.type == "cuda"
         while True:
-            packed = np.stack(list(itertools.islice(rows, B)))
-            batch = torch.from_numpy(packed.astype(np.int64))
-            if DEVICE.type == "cuda":
-                batch = batch.pin_memory()  # torch keeps it until the copy is done
-            batch = batch.to(DEVICE, non_blocking=DEVICE.type == "cuda")
+            # numpy fills the pinned memory: torch's copy into it uses threads, and beside an H200
+            # took 5 ms of a step of 18. torch keeps that memory until the GPU has read it.
+            batch = torch.empty(B, T + 1, dtype=torch.int64, pin_memory=on_gpu)
+            np.stack(list(itertools.islice(rows, B)), out=batch.numpy())
+            batch = batch.to(DEVICE, non_blocking=on_gpu)
             # clone() and not contiguous(), which returns two views of the same memory if B is 1.
             inputs = batch[:, :-1].clone()
             targets = batch[:, 1:].clone()
