@@ -11,33 +11,29 @@ memory.
 """
 
 import argparse
-import base64
 import bisect
 import contextlib
-import ctypes
-import errno
 import fcntl
 import hashlib
 import importlib.metadata
 import itertools
 import json
-import logging
 import math
 import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
 from time import monotonic as _now  # bound here, so that patching `time` has no effect
 
 _imported = _now()  # total_seconds counts from here
-# Set before CUDA starts: without it a run whose batch just fits may run out of memory later.
+# Read when CUDA starts. Without it, fragmentation can end a run late although its batch fits.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
@@ -47,7 +43,9 @@ import requests
 import rustbpe
 import tiktoken
 import torch
+from requests.adapters import HTTPAdapter
 from tqdm import tqdm
+from urllib3.util import Retry
 
 
 def fail(sentence, code=2):
@@ -60,34 +58,28 @@ def fail(sentence, code=2):
 
 
 # ---- Device and profile ----
+DRIVER_FILES = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Linux and on WSL
+# What does not begin like a GPU's number or name leaves none: "", -1, Slurm's NoDevFiles.
+gpu_wanted = re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+usable = not gpu_wanted or not any(map(os.path.exists, DRIVER_FILES))
+DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+DEVICE_NAME = DEVICE.type
+PROFILE = "small"
 if torch.cuda.is_available():
     DEVICE = torch.device("cuda")
-else:
-    DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else DEVICE.type
-DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Linux and on WSL
-
-
-def check_device():
-    """Exits if there is an NVIDIA GPU that torch cannot use."""
-    if DEVICE.type == "cuda":
-        usable = torch.cuda.get_device_capability() >= (7, 5)  # Turing, the oldest for this torch
-    else:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        usable = hidden or not any(os.path.exists(path) for path in DRIVERS)
-    if not usable:
-        fail(
-            "torch cannot use the GPU here; update its driver (to 580 or newer), or set "
-            "CUDA_VISIBLE_DEVICES to a GPU from Turing on, or to -1 for none."
-        )
-
-
-PROFILE = os.environ.get("AUTORESEARCH_PROFILE")
-if not PROFILE:
-    PROFILE = "small"
-    if DEVICE.type == "cuda":
-        memory = torch.cuda.get_device_properties(DEVICE).total_memory
-        PROFILE = "full" if memory >= 40e9 else "medium"
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    DEVICE_NAME = gpu.name
+    usable = (gpu.major, gpu.minor) >= (7, 5)  # Turing, the oldest that this torch supports
+    PROFILE = "full" if gpu.total_memory >= 40e9 else "medium"
+elif os.path.exists("/proc/cpuinfo"):
+    model_line = re.search("model name.*: (.+)", Path("/proc/cpuinfo").read_text())
+    DEVICE_NAME = model_line[1] if model_line else "cpu"  # ARM's kernel tells none
+if not usable:
+    fail(
+        "torch cannot use the GPU here; update its driver (to 580 or newer), or set "
+        "CUDA_VISIBLE_DEVICES to a GPU from Turing on, or to -1 for none."
+    )
+PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or PROFILE
 if PROFILE not in ("full", "medium", "small"):
     fail(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
 
@@ -96,78 +88,71 @@ def by_profile(**values):
     return values[PROFILE]
 
 
-# ---- Settings: scores compare only between runs that share all of them but the seed ----
+# ---- Settings: two scores are comparable only if all of these agree, except the seed ----
 try:
     TIME_BUDGET = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)  # seconds
     SEED = int(os.environ.get("SEED") or 42)
-    if not (0 < TIME_BUDGET < 1e9 and 0 <= SEED < 2**63):
-        raise ValueError("out of range")
 except ValueError as error:
     fail(f"AUTORESEARCH_TIME_BUDGET or SEED: {error}; change or unset it.")
-
 MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # context length
 EVAL_TOKENS = by_profile(full=40 * 2**19, medium=2**21, small=2**18)  # validation tokens to score
+EVAL_BATCH = 16  # rows per evaluation batch, whatever the batch in training
 VOCAB_SIZE = by_profile(full=8192, medium=8192, small=2048)  # includes the four special tokens
-EVAL_BATCH = 32  # rows per evaluation batch, at most
-BUFFER_DOCS = 1000  # documents that packing chooses among
 
+# ---- Recipe: if any of this changes, the prepared files must be made again ----
+BUFFER_DOCS = 1000  # documents that packing chooses among
+SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 # GPT-4's pattern, but it splits digits into pairs: a small vocabulary has no room for triples.
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
+ENCODED_CHARS = 200_000  # at a time: a million spaces overflow the stack of the regex engine
+TOKENIZER_DOC_CHARS = 10_000  # of each document, to train the tokenizer
+TOKENIZER_CHARS = 1_000_000_000  # in all
+CLIMBMIX = "karpathy/climbmix-400b-shuffle"
+CLIMBMIX_VAL = 6542  # the last shard is for validation: nothing trains on it
+CLIMBMIX_SHARDS = 20  # for training, by default
+PACKAGES = """
+    filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm
+""".split()
+SKIPPED_FOLDERS = ["site-packages", "dist-packages", "test", "tests"]
+PYTHON_SHARDS = 8  # of the embedded corpus, for training
+
+RECIPE = [2, MAX_SEQ_LEN, EVAL_TOKENS, EVAL_BATCH, VOCAB_SIZE]  # raise the 2 if code changes a file
+RECIPE += [BUFFER_DOCS, SPECIAL_TOKENS, SPLIT_PATTERN, ENCODED_CHARS, TOKENIZER_DOC_CHARS]
+RECIPE += [TOKENIZER_CHARS, CLIMBMIX, CLIMBMIX_VAL, PACKAGES, SKIPPED_FOLDERS, PYTHON_SHARDS]
+RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
 
 
 # ---- Cache ----
 def folder_from(variable, default):
-    """Returns the folder that an environment variable names; `~` is the home folder."""
-    folder = os.environ.get(variable) or default
-    try:
-        return Path(folder).expanduser().absolute()
-    except RuntimeError:
-        return fail(f"no home folder is known for {folder}; set {variable} to an absolute path.")
+    return Path(os.environ.get(variable) or default).expanduser().resolve()
 
 
 CACHE = folder_from("AUTORESEARCH_CACHE", "~/.cache/autoresearch")
 RUNS = folder_from("AUTORESEARCH_RUNS", CACHE / "runs")  # one record per run
 SHARDS = CACHE / "data"  # ClimbMix, as downloaded
-PREPARED = CACHE / PROFILE  # all that is derived from one corpus; replaced as a whole
-TOKENIZER_FILE = "tokenizer.tiktoken"
-TOKENS_FILE = "train.u16"  # all training documents, flat, with BOS before each
-ENDS_FILE = "train.npy"  # document i is tokens[ends[i] : ends[i + 1]], int64 [documents + 1]
+PREPARED = (CACHE / PROFILE).resolve()  # what is made from one corpus; replaced as a whole:
 ROWS_FILE = "val.u16"  # packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]
-FILES = (TOKENIZER_FILE, TOKENS_FILE, ENDS_FILE, ROWS_FILE)
-
-# What the derived files depend on besides the corpus.
-FORMAT = 1  # bump it when a change to this file alters a derived file
-RECIPE = [FORMAT, VOCAB_SIZE, EVAL_TOKENS, MAX_SEQ_LEN, EVAL_BATCH, BUFFER_DOCS]
-RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
+TOKENS_FILE = "train.u16"  # all training documents, flat, with BOS before each, uint16
+ENDS_FILE = "train.npy"  # document i is tokens[ends[i] : ends[i + 1]], int64 [documents + 1]
+MANIFEST_FILE = "manifest.json"  # all that is small, see `build`
 
 
-def load_manifest(folder=None):
-    """Returns the manifest, or {} if it is missing or incomplete (it is written last). `shards`
-    holds the index of each training shard's first document, `files` {name: [bytes, sha256]}."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(Path(folder or PREPARED, "manifest.json").read_text())
-    return {}
+def load_manifest():
+    """Returns the manifest, or {} if there is none."""
+    try:
+        return json.loads((PREPARED / MANIFEST_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
 
 
-def sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def find_damaged(files, hashed=FILES):
-    """Returns the first file that is missing, has the wrong size or (if in `hashed`) the wrong
-    sha256; None if all are intact."""
-    for name, (size, digest) in files.items():
-        path = PREPARED / name
-        if not path.is_file() or path.stat().st_size != size:
-            return path
-        if name in hashed and sha256(path) != digest:
-            return path
-    return None
+def data_hash(rows, manifest):
+    """Returns 8 hex digits over the rows, the vocabulary, and the hashes that `build` took of the
+    training files, which are too large to hash in each run."""
+    parts = [hashlib.sha256(rows).hexdigest(), manifest["vocabulary"], manifest["training"]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
 def lock(folder):
@@ -186,42 +171,36 @@ def lock(folder):
 
 # ---- Tokenizer ----
 class Tokenizer:
-    """Byte-level BPE over `ranks` {bytes: id}; special tokens follow. `token_bytes`, int32 [V], is
-    the length of each token, 0 for special tokens. It counts raw bytes: a token that is part of a
-    character would decode to U+FFFD, which has three."""
+    """Byte-level BPE over `vocabulary`, a list of bytes; the special tokens follow. `token_bytes`,
+    int32 [V], counts the raw bytes of each token, 0 for special tokens. Decoded text would
+    miscount: a token that holds part of a character decodes to U+FFFD, which is three bytes."""
 
-    def __init__(self, ranks):
-        self.special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+    def __init__(self, vocabulary):
+        special = {name: len(vocabulary) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        ranks = {token: i for i, token in enumerate(vocabulary)}
+        self.bos = special[SPECIAL_TOKENS[0]]
         self.encoding = tiktoken.Encoding(
-            "autoresearch",
-            pat_str=SPLIT_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens=self.special,
+            "autoresearch", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
-        lengths = [len(token) for token in sorted(ranks, key=ranks.get)]
+        lengths = [len(token) for token in vocabulary]
         self.token_bytes = np.array(lengths + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
 
     @classmethod
     def from_directory(cls, directory=None):
-        """Reads one line per token: its bytes in base64, and its id."""
-        ranks = {}
-        for line in Path(directory or PREPARED, TOKENIZER_FILE).read_bytes().splitlines():
-            token, rank = line.split()
-            ranks[base64.b64decode(token)] = int(rank)
-        return cls(ranks)
+        """Returns the tokenizer of the prepared text. `directory` is ignored."""
+        return cls([bytes.fromhex(token) for token in load_manifest()["vocabulary"]])
 
     def get_vocab_size(self):
         return self.encoding.n_vocab
 
     def get_bos_token_id(self):
-        return self.special[SPECIAL_TOKENS[0]]
+        return self.bos
 
     def encode_document(self, text):
         """Returns BOS and the ids of a text, uint16."""
-        ids = [[self.get_bos_token_id()]]
-        # In pieces, because a million spaces overflow the stack of the regex engine.
-        for begin in range(0, len(text), 200_000):
-            piece = text[begin : begin + 200_000]
+        ids = [[self.bos]]
+        for begin in range(0, len(text), ENCODED_CHARS):
+            piece = text[begin : begin + ENCODED_CHARS]
             ids.append(self.encoding.encode_to_numpy(piece, disallowed_special=()))
         return np.concatenate(ids).astype("<u2")
 
@@ -232,30 +211,33 @@ class Tokenizer:
         return self.encoding.decode(ids)
 
 
+def file_hash(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 # ---- Start of a run ----
 class Run:
     """The state of this process's run."""
 
     def __init__(self):
         # Set by `start`:
-        self.manifest = None
         self.rows = None
         self.tokens = None
         self.ends = None
+        self.manifest = None
         self.token_bytes = None
         self.commit = None
-        self.hashes = None  # of prepare.py and of the running script
         # Changed as the run goes on:
-        self.reading = False  # true while `start` opens the prepared files
+        self.reading = False  # true while `read_prepared` opens the files
         self.opened = set()  # prepared files that were opened at other times
         self.began = None  # when the first batch was served
-        self.batches = 0
-        self.served = [0] * 10  # tokens in each tenth of the budget
-        self.losses = [[] for _ in range(10)]  # of every step, by tenths
-        self.since_line = []  # losses since the last line of progress
-        self.last_line = -math.inf  # when it was printed
-        self.eval_began = None
-        self.eval_ended = None
+        self.served = 0  # tokens
+        self.losses = [[] for _ in range(10)]  # of every step, by tenths of the budget
+        self.recent_losses = []  # since the last line of progress
+        self.printed_at = -math.inf  # when that line was printed
+        self.ended = None  # when evaluate_bpb was called
+        self.scored = None  # when it had the score
 
 
 _run = Run()
@@ -264,12 +246,47 @@ _run = Run()
 def watch(event, arguments):
     """Audit hook: notes token and row files that are opened outside `start`, since a run could
     train on validation rows. It does not see copies, or files that code other than Python opens."""
-    path = str(arguments[0]) if event == "open" else ""
-    if path.startswith(str(PREPARED)) and path.endswith((".u16", ".npy")) and not _run.reading:
-        _run.opened.add(os.path.basename(path))
+    if event != "open" or _run.reading:
+        return
+    folder, name = os.path.split(str(arguments[0]))
+    if name in (ROWS_FILE, TOKENS_FILE, ENDS_FILE) and os.path.realpath(folder) == str(PREPARED):
+        _run.opened.add(name)
 
 
 sys.addaudithook(watch)
+
+
+def read_prepared():
+    """Reads what is prepared. Returns whether it is there, made by this recipe and, as far as rows,
+    vocabulary and the number of tokens tell, as it was made."""
+    _run.reading = True
+    try:
+        _run.rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
+        _run.tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
+        _run.ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return False
+    finally:
+        _run.reading = False
+    # Last, since it does not fit the rows if a preparation has replaced the folder meanwhile.
+    _run.manifest = load_manifest()
+    if _run.manifest.get("recipe") != RECIPE or _run.ends[-1] != len(_run.tokens):
+        return False
+    return _run.manifest["data"] == data_hash(_run.rows, _run.manifest)
+
+
+def current_commit():
+    """Returns the short hash, with `+dirty` if a tracked file has changed; without a repository,
+    AUTORESEARCH_COMMIT."""
+    command = ["git", "describe", "--always", "--dirty=+dirty", "--exclude=*"]
+    elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # may name another repository
+    own = {key: value for key, value in os.environ.items() if key not in elsewhere}
+    commit = ""
+    with contextlib.suppress(OSError):  # no git
+        folder = Path(__file__).parent
+        done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True)
+        commit = done.stdout.strip()
+    return commit or os.environ.get("AUTORESEARCH_COMMIT") or "none"
 
 
 def lock_run(folder):
@@ -278,90 +295,22 @@ def lock_run(folder):
         fail("this folder has a run already; wait for it or stop it (pgrep -af train.py).")
 
 
-def read_cache():
-    """Reads what a run needs and returns the manifest. Exits unless the recipe, all sizes and the
-    hashes of tokenizer and rows are right."""
-    manifest = load_manifest()
-    problem = f"{PREPARED} is not prepared"
-    if manifest.get("recipe") == RECIPE:
-        damaged = find_damaged(manifest["files"], (TOKENIZER_FILE, ROWS_FILE))
-        problem = f"{damaged} is missing or not as it was prepared" if damaged else None
-    if problem:
-        fail(f"{problem}; run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`.")
-    try:
-        _run.rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
-        _run.tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
-        _run.ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
-        _run.token_bytes = Tokenizer.from_directory().token_bytes
-        changed = load_manifest() != manifest
-    except FileNotFoundError:
-        changed = True
-    if changed:
-        fail("the cache was prepared anew while this run was starting; start it again.")
-    return manifest
-
-
-def current_commit():
-    """Returns the short hash, with `+dirty` if `git status` lists anything; without a repository,
-    AUTORESEARCH_COMMIT."""
-
-    def git(*arguments):
-        command = ["git", "-C", Path(__file__).parent, *arguments]
-        output = subprocess.check_output(command, stderr=subprocess.DEVNULL)
-        return output.decode(errors="replace").strip()
-
-    try:
-        dirty = "+dirty" if git("status", "--porcelain") else ""
-        return git("rev-parse", "--short", "HEAD") + dirty
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("AUTORESEARCH_COMMIT") or "none"
-
-
-def keep_memory():
-    """Stops glibc from returning freed memory to the kernel, which would have to zero it for the
-    next use: that takes a tenth of each CPU step."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD
-
-
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's: microseconds per period
-
-
-def limit_threads():
-    """Limits threads to the CPU quota, which torch ignores."""
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
-        quota, period = CPU_QUOTA.read_text().split()
-        torch.set_num_threads(min(torch.get_num_threads(), max(1, int(quota) // int(period))))
-
-
 def start():
-    """Begins the run and returns the device. A second call does nothing more."""
-    if _run.manifest:
+    """Begins the run and returns the device. Later calls only return it."""
+    if _run.commit:
         return DEVICE
-    check_device()
-    _run.reading = True
-    manifest = read_cache()
-    _run.reading = False
-    try:
-        RUNS.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=RUNS).close()
-    except OSError as error:
-        fail(f"{RUNS} cannot be written ({error.strerror}); set AUTORESEARCH_RUNS elsewhere.")
-    script = getattr(sys.modules["__main__"], "__file__", "")  # a notebook has none
-    if os.path.isfile(script):
+    if not read_prepared():
+        fail(
+            f"{PREPARED} is not prepared, or not as it was prepared; run "
+            f"`AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`."
+        )
+    script = getattr(sys.modules["__main__"], "__file__", "")
+    if os.path.isfile(script):  # a notebook has none
         lock_run(os.path.dirname(os.path.abspath(script)))
+    _run.token_bytes = Tokenizer.from_directory().token_bytes
     _run.commit = current_commit()
-    _run.hashes = [sha256(file) if os.path.isfile(file) else None for file in (__file__, script)]
     settings = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
-    print(f"run: {settings}, {DEVICE_NAME}")
-    if DEVICE.type == "cpu":
-        keep_memory()
-        limit_threads()
-        os.environ.setdefault("TORCH_WARM_POOL", "0")  # starts no workers to compile Triton
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no nvcc"
-    _run.manifest = manifest
+    print(f"run: {settings}, {DEVICE_NAME}", flush=True)
     return DEVICE
 
 
@@ -370,25 +319,26 @@ def elapsed():
     """Returns the seconds of training, from the first batch to evaluation."""
     if _run.began is None:
         return 0.0
-    return (_run.eval_began or _now()) - _run.began
-
-
-def current_tenth():
-    """Returns the current tenth of the budget, 0 to 9."""
-    return min(int(10 * elapsed() / TIME_BUDGET), 9)
+    return (_run.ended or _now()) - _run.began
 
 
 def tokens_per_second():
-    return sum(_run.served) / (elapsed() or math.inf)
+    return _run.served / (elapsed() or math.inf)
 
 
 def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
-    """Best-fit packing: yields full rows, uint16 [row_len]. Repeatedly places the longest of
-    `buffer_docs` waiting documents that fits; if none fits, crops the shortest to fill the row and
-    drops its tail. Ties go to the oldest."""
+    """Best-fit packing: yields full rows, uint16 [row_len].
+
+    1. Let `buffer_docs` documents wait.
+    2. Place the longest that fits into the rest of the row; ties go to the oldest.
+    3. If none fits, crop the shortest to fill the row, and drop its tail.
+
+    So each row begins with a document, and none is padded. The price is the text that is dropped:
+    with rows of 513 tokens 27 % of the embedded corpus, whose documents have 633 tokens on average,
+    and 71 % of an English text, whose documents have 1280."""
     source = enumerate(documents)
-    waiting = []  # (length, number, document), sorted; numbers tell documents of a length apart
-    length_of = itemgetter(0)
+    waiting = []  # (length, number, document), sorted; the number breaks ties, so that arrays are
+    length_of = itemgetter(0)  # never compared
     while True:
         row = np.empty(row_len, dtype=np.uint16)
         filled = 0
@@ -431,8 +381,8 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
         rows = pack_rows(read_documents(), T + 1, buffer_size)
         on_gpu = DEVICE.type == "cuda"
         while True:
-            # numpy fills the pinned memory: torch's copy into it uses threads, and beside an H200
-            # took 5 ms of a step of 18. torch keeps that memory until the GPU has read it.
+            # numpy fills the pinned memory: torch's copy into it uses threads, and on the H200's
+            # machine took 5 ms of a step of 18. torch keeps that memory until the GPU has read it.
             batch = torch.empty(B, T + 1, dtype=torch.int64, pin_memory=on_gpu)
             np.stack(list(itertools.islice(rows, B)), out=batch.numpy())
             batch = batch.to(DEVICE, non_blocking=on_gpu)
@@ -441,8 +391,7 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
             targets = batch[:, 1:].clone()
             if _run.began is None:
                 _run.began = _now()
-            _run.batches += 1
-            _run.served[current_tenth()] += B * T
+            _run.served += B * T
             yield inputs, targets, epoch
 
     return serve_batches()
@@ -461,20 +410,21 @@ def log_step(step, loss, **shown):
     if not loss <= MAX_LOSS:  # also true for NaN
         print(f"FAIL: training diverged, loss {loss:g} nats per token at step {step}", flush=True)
         raise SystemExit(4)
-    _run.losses[current_tenth()].append(loss)
-    _run.since_line.append(loss)
-    if _now() - _run.last_line > PROGRESS_SECONDS:
-        _run.last_line = _now()
-        percent = min(100 * elapsed() / TIME_BUDGET, 100)
-        mean = np.mean(_run.since_line)
-        _run.since_line.clear()
-        line = f"step {step:5d} {percent:3.0f}% loss {mean:.4f}"
+    progress = min(elapsed() / TIME_BUDGET, 1)
+    tenth = min(int(10 * progress), 9)
+    _run.losses[tenth].append(loss)
+    _run.recent_losses.append(loss)
+    if _now() - _run.printed_at > PROGRESS_SECONDS:
+        _run.printed_at = _now()
+        mean = np.mean(_run.recent_losses)
+        _run.recent_losses.clear()
+        line = f"step {step:5d} {progress:4.0%} loss {mean:.4f}"
         shown = {"tokens_per_second": round(tokens_per_second())} | shown
         print(line, *(f"{name} {value}" for name, value in shown.items()), flush=True)
 
 
 # ---- Metric ----
-PROBE_ROWS = by_profile(full=288, medium=144, small=224)  # rows that `probe` scores, at most
+PROBE_ROWS = by_profile(full=288, medium=144, small=224)  # to score again; multiples of EVAL_BATCH
 # How far the losses (nats) may change in a probe: on average, and at one position. Correct models
 # stay below 2e-5 and 0.02.
 PROBE_MEAN = 1e-3
@@ -483,16 +433,6 @@ PROBE_PEAK = 0.1
 
 class IntegrityError(Exception):
     """The score cannot be trusted; the message says why."""
-
-
-def largest_divisor(number, at_most):
-    """Returns the largest divisor of `number` up to `at_most`, at least 1."""
-    return max(size for size in range(1, max(at_most, 1) + 1) if number % size == 0)
-
-
-def eval_batch_size(batch_size):
-    """Returns the rows per evaluation batch, at most `batch_size`, so that none is left over."""
-    return largest_divisor(len(_run.rows), min(batch_size, EVAL_BATCH))
 
 
 def token_losses(model, inputs, targets, token_bytes):
@@ -506,8 +446,8 @@ def token_losses(model, inputs, targets, token_bytes):
         raise IntegrityError(f"shape: model(x) returned {kind} {shape}, not logits {wanted}")
     on_device = torch.from_numpy(targets.astype(np.int64)).to(DEVICE)
     losses = []
-    # Row by row, since fp32 logits of a whole batch would be the largest tensor. With log_softmax,
-    # since logsumexp - gather loses all digits if 2**28 is added to every logit, and scores 0.
+    # Row by row, since fp32 logits of a whole batch would be the largest tensor. log_softmax and
+    # not logsumexp - gather: adding 2**28 to every logit would cancel all digits there and score 0.
     for row, target in zip(torch.unbind(logits), on_device, strict=True):
         log_probs = row.float().log_softmax(-1)
         losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
@@ -517,10 +457,9 @@ def token_losses(model, inputs, targets, token_bytes):
 
 def draw_cuts(tokens, rng):
     """Returns how many inputs each row of `tokens`, uint16 [N, T + 1], keeps: 1 to T - 1. A model
-    that sees one token ahead betrays itself only at the last input that is kept, so cuts fall where
-    that is likely. Rows 0, 3, 6 and so on are cut at a multiple of 8, where chunks end; rows 1, 4,
-    7 and so on after a token, the most common first; rows 2 and 5 at the two ends; the others
-    anywhere."""
+    that sees one token ahead betrays itself only at the last input kept, so cuts fall where such
+    slips happen: a third at multiples of 8 (ends of chunks), a third after a token (the most common
+    first), a third anywhere, and one at either end."""
     N, T = tokens.shape[0], tokens.shape[1] - 1
     cuts = rng.integers(1, T, N)
     cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)
@@ -534,22 +473,24 @@ def draw_cuts(tokens, rng):
     return cuts
 
 
-def probe(model, rows, losses, size, token_bytes, rng):
-    """Scores some rows again. In seven of eight, another row's tokens replace all inputs from a cut
-    on. Losses before the cut must not change (`causality`; `edges` are the first and the last), nor
-    those of the eighth row, which stays (`isolation`). Returns {probe: absolute changes, nats}."""
-    count = min(PROBE_ROWS, len(rows)) // size * size
-    chosen = rng.permutation(len(rows))[:count]
+def probe(model, rows, losses, token_bytes, rng):
+    """Scores PROBE_ROWS rows again, some repeatedly if there are fewer. In seven of eight, another
+    row's tokens replace all inputs from a cut on. Losses before the cut must not change
+    (`causality`; `edges` are the first and the last), nor those of the eighth row, which stays
+    (`isolation`). Returns {probe: absolute changes, nats}."""
+    rounds = math.ceil(PROBE_ROWS / len(rows))
+    chosen = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:PROBE_ROWS]
     inputs = rows[chosen, :-1]
     targets = rows[chosen, 1:]
     cuts = draw_cuts(rows[chosen], rng)[:, None]
-    is_cut = np.arange(count)[:, None] % 8 > 0
+    is_cut = np.arange(PROBE_ROWS)[:, None] % 8 > 0
     position = np.arange(inputs.shape[1])
     before_cut = is_cut & (position < cuts)
-    altered = np.where(before_cut | ~is_cut, inputs, np.roll(inputs, 1, axis=0))
+    kept = before_cut | ~is_cut
+    altered = np.where(kept, inputs, np.roll(inputs, 1, axis=0))
     again = []
-    for begin in range(0, count, size):
-        batch = slice(begin, begin + size)
+    for begin in range(0, PROBE_ROWS, EVAL_BATCH):
+        batch = slice(begin, begin + EVAL_BATCH)
         again.append(token_losses(model, altered[batch], targets[batch], token_bytes))
     moved = np.abs(np.concatenate(again) - losses[chosen])
     at_edge = (position == 0) | (position == cuts - 1)
@@ -567,40 +508,39 @@ LIKELY_MISTAKE = {
 }
 
 
-def parameter_bytes(model):
-    """Returns copies of the parameters, as bytes, since NaN is not equal to NaN."""
-    return [p.detach().flatten().view(torch.uint8).clone() for p in model.parameters()]
-
-
-def compile_seconds():
-    """Returns the seconds that torch.compile has taken in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
+def state_hashes(model):
+    """Returns {name: hash} of the parameters and buffers. It hashes bytes, since NaN is not equal
+    to NaN."""
+    state = itertools.chain(model.named_parameters(), model.named_buffers())
+    hashes = {}
+    for name, tensor in state:
+        content = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+        hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes
 
 
 @torch.no_grad()
-def score(model, rows, token_bytes, size, rng=None):
-    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1], in batches of
-    `size`, which must divide N. Returns (bits per byte, what `probe` returns). The order of the
-    rows and the cuts are drawn anew each time, so that no model can foresee them; bits per byte do
-    not depend on them. Raises IntegrityError."""
-    before = parameter_bytes(model)
+def score(model, rows, token_bytes, rng=None):
+    """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1]; EVAL_BATCH
+    divides N. Returns (bits per byte, what `probe` returns). The order of the rows and the cuts are
+    drawn anew each time, so that no model can foresee them; bits per byte do not depend on them.
+    Raises IntegrityError."""
+    before = state_hashes(model)
     if not before:
         raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
     rng = np.random.default_rng(rng)
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
-    for batch in np.split(rng.permutation(len(rows)), len(rows) // size):
+    for batch in np.split(rng.permutation(len(rows)), len(rows) // EVAL_BATCH):
         losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
     broken = np.count_nonzero(~np.isfinite(losses))
     if broken:
         raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
-    probes = probe(model, rows, losses, size, token_bytes, rng)
-    after = parameter_bytes(model)
-    changed = sum(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+    probes = probe(model, rows, losses, token_bytes, rng)
+    changed = {name for name, _ in before.items() ^ state_hashes(model).items()}
     if changed:
         raise IntegrityError(
-            f"state: {changed} parameters changed; does the model learn here? (Normalise weights "
-            "after the optimizer's step.)"
+            f"state: {', '.join(sorted(changed))[:200]} changed; in evaluation the model must not "
+            "change its parameters and buffers (check self.training)"
         )
     for name, change in probes.items():
         if not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
@@ -615,30 +555,25 @@ def score(model, rows, token_bytes, size, rng=None):
 @torch.no_grad()
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
     """Ends the run: stops the clock, scores the model on all validation rows, prints the final
-    block, with `stats` in it, and records it. Returns bits per byte, which do not depend on the
-    batch size. `tokenizer` is ignored. If the score cannot be trusted, prints `val_bpb: nan` and
-    `integrity: FAIL ...` and exits with 3. tools/rerun.py shows what a process cannot check from
-    inside, such as weights that an earlier run saved."""
-    rows = _run.rows
+    block, with `stats` in it, and records it. Returns bits per byte. `tokenizer` and `batch_size`
+    are ignored. If the score cannot be trusted, prints `val_bpb: nan` and `integrity: FAIL ...` and
+    exits with 3. tools/rerun.py shows what a process cannot check from inside, such as weights that
+    an earlier run saved."""
+    model.eval()
+    if DEVICE.type != "cpu":
+        torch.accelerator.synchronize()  # queued work counts as training
     try:
-        if _run.eval_began is not None:
+        if _run.ended is not None:
             raise IntegrityError("once: evaluate_bpb was called before")
         if _run.began is None:
             raise IntegrityError("loader: make_dataloader never served a batch in this process")
-        print(f"evaluating on {len(rows)} rows", flush=True)
-        size = eval_batch_size(batch_size)
-        model.eval()
-        # Work that was queued or put off until now counts as training, so the clock stops only
-        # after a batch has been scored. Compiling it does not count.
-        compiling = -compile_seconds()
-        token_losses(model, rows[:size, :-1], rows[:size, 1:], _run.token_bytes)
-        compiling += compile_seconds()
-        _run.eval_began = _now() - compiling
-        val_bpb, _ = score(model, rows, _run.token_bytes, size)
+        _run.ended = _now()
+        print(f"evaluating on {len(_run.rows)} rows", flush=True)
+        val_bpb, _ = score(model, _run.rows, _run.token_bytes)
     except IntegrityError as error:
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
-    _run.eval_ended = _now()
+    _run.scored = _now()
     report(val_bpb, stats)
     return val_bpb
 
@@ -646,7 +581,6 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
 # ---- Report ----
 MAX_WAIT = max(300, TIME_BUDGET)  # seconds before the first batch, and of evaluation
 GRACE = 1 + 0.01 * TIME_BUDGET  # seconds beyond the budget
-MAX_SPEED_CHANGE = 0.10  # within a run
 
 
 def find_flags():
@@ -654,21 +588,11 @@ def find_flags():
     limits = [
         ("startup", _run.began - _imported, MAX_WAIT),
         ("overtime", elapsed(), TIME_BUDGET + GRACE),
-        ("evaluation", _run.eval_ended - _run.eval_began, MAX_WAIT),
+        ("evaluation", _run.scored - _run.ended, MAX_WAIT),
     ]
     flags = [f"{name}: {s:.1f} s, over {limit:g}" for name, s, limit in limits if s > limit]
     if _run.opened:
         flags.append(f"opened: the run itself read {', '.join(sorted(_run.opened))}")
-    seconds = 0.4 * TIME_BUDGET
-    earlier = sum(_run.served[1:5]) / seconds  # tokens per second from 10 to 50 % of the budget
-    later = sum(_run.served[5:9]) / seconds  # from 50 to 90 %
-    steps = sum(len(losses) for losses in _run.losses) or _run.batches
-    one_step = sum(_run.served) / steps / seconds  # what one step more adds to either
-    if abs(later - earlier) > max(MAX_SPEED_CHANGE * earlier, 2 * one_step):
-        flags.append(
-            f"unsteady: {earlier:.0f} tokens/s, then {later:.0f}; another program was busy or, if "
-            "a second run shows the same, train.py itself changes its speed"
-        )
     return "; ".join(flags) or "ok"
 
 
@@ -680,29 +604,28 @@ def loss_curve():
     return np.interp(range(10), tenths, means).tolist() if tenths else None
 
 
+def peak_memory():
+    """Returns bytes: allocated on a GPU, otherwise resident."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "linux":  # where ru_maxrss may be that of a larger parent process
+        [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(peak) * 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def report(val_bpb, stats):
     """Prints the final block and writes it as JSON. `stats` cannot override what is known here."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # resident, the peak
-    memory *= 1 if sys.platform == "darwin" else 2**10
-    if DEVICE.type == "cuda":
-        memory = torch.cuda.max_memory_allocated()
-    curve = loss_curve()
-    data = hashlib.sha256(json.dumps(_run.manifest["files"]).encode())
     block = {
         "val_bpb": val_bpb,
         "training_seconds": elapsed(),
         "total_seconds": _now() - _imported,
-        "peak_vram_mb": memory / 2**20,
-        "mfu_percent": stats.get("mfu_percent"),
-        "total_tokens_M": sum(_run.served) / 1e6,
-        "num_steps": stats.get("num_steps"),
-        "num_params_M": stats.get("num_params_M"),
-        "depth": stats.get("depth"),
-        "tokens_per_second": tokens_per_second(),
-        "train_loss": curve[-1] if curve else None,
-        "curve": curve,
         "startup_seconds": _run.began - _imported,
-        "eval_seconds": _run.eval_ended - _run.eval_began,
+        "eval_seconds": _run.scored - _run.ended,
+        "peak_vram_mb": peak_memory() / 2**20,
+        "total_tokens_M": _run.served / 1e6,
+        "tokens_per_second": round(tokens_per_second()),
+        "curve": loss_curve(),
         "profile": PROFILE,
         "time_budget": TIME_BUDGET,
         "seed": SEED,
@@ -710,97 +633,78 @@ def report(val_bpb, stats):
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": _run.commit,
-        "data": data.hexdigest()[:8],
-        "prepare": _run.hashes[0][:8],
+        "data": _run.manifest["data"],
+        "prepare": file_hash(__file__)[:8],
     }
-    block |= {key: value for key, value in stats.items() if key not in block}
+    block = block | stats | block  # the second time, so that what is known here wins
     block["integrity"] = find_flags()
     print("---")
     for key, value in block.items():
-        print(f"{key}: {format_value(key, value)}", flush=True)
-    block["train"] = _run.hashes[1]
-    moment = time.strftime("%Y%m%dT%H%M%S")
+        if key == "curve" and value:
+            value = " ".join(f"{loss:.3f}" for loss in value)
+        elif isinstance(value, float):
+            value = f"{value:.6f}" if key == "val_bpb" else f"{value:.5g}"
+        print(f"{key}: {value}", flush=True)
+    moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     commit = block["commit"].replace("/", "-")  # AUTORESEARCH_COMMIT may be a branch
     record = RUNS / f"{moment}_{commit}_{SEED}_{os.getpid()}.json"
     temporary = record.with_suffix(".tmp")
     try:
+        RUNS.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(block, indent=1, default=str) + "\n")
         temporary.replace(record)
     except OSError as error:
         print(f"warning: {error}; the score above has no record.", file=sys.stderr)
 
 
-def format_value(key, value):
-    if value is None:
-        return "n/a"
-    if key == "curve":
-        return " ".join(f"{loss:.3f}" for loss in value)
-    if key in ("val_bpb", "train_loss"):
-        return f"{value:.6f}"
-    if isinstance(value, float):
-        return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
-    return value
-
-
 # ==== Part 2: preparing the cache ====
 
 
 # ---- Shards: parquet files, or lists of texts; the last is for validation ----
-class ShardError(Exception):
-    """A shard that cannot be fetched or read; the message is a sentence."""
-
-
 def read_shard(shard):
-    """Yields the non-empty documents of a shard. Raises ShardError."""
+    """Yields the documents of a shard that are not empty. Exits if it cannot be read."""
     if isinstance(shard, list):
         yield from shard
         return
     try:
         with pq.ParquetFile(shard, page_checksum_verification=True) as file:
-            columns = [file.schema.column(i) for i in range(len(file.schema))]
-            types = [column.physical_type for column in columns if column.path == "text"]
-            if types != ["BYTE_ARRAY"]:  # none, several, nested or not of strings
-                raise ShardError(f"{shard} must have one column `text` of strings; convert it.")
             for batch in file.iter_batches(batch_size=512, columns=["text"]):
-                for text in batch["text"].cast(pa.string()).to_pylist():  # checks bytes for UTF-8
-                    if text:
-                        yield text
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ShardError(
-            f"{shard} cannot be read ({error}); replace it, or delete it to download it again."
-        ) from None
+                texts = batch["text"].cast(pa.string())  # which checks bytes for UTF-8
+                yield from filter(None, texts.to_pylist())
+    except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
+        fail(
+            f"{shard} is not a whole parquet file with one column `text` of strings ({error}); "
+            "replace it, or delete it to download it again."
+        )
 
 
 # ---- ClimbMix ----
-CLIMBMIX = "karpathy/climbmix-400b-shuffle"
-CLIMBMIX_VAL = 6542  # the last shard is for validation: nothing trains on it
-WAITS = (0, 1, 2, 4, 8)  # seconds before each attempt
+# Waits 0, 4, 8 and 16 s, or as long as the server says.
+RETRIES = Retry(4, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
 
 
 def download(path):
-    """Downloads a shard, unless a whole one is there. Raises ShardError."""
-    with contextlib.suppress(ShardError):
-        any(read_shard(path))  # raises unless its end and its first texts can be read
-        return
+    """Downloads a shard, unless it is there. Raises RequestException or ArrowInvalid."""
     host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     url = f"{host}/datasets/{CLIMBMIX}/resolve/main/{path.name}"
+    token = os.environ.get("HF_TOKEN")
     part = path.with_name(f".{path.name}.part")
-    for wait in WAITS:
-        time.sleep(wait)
+    session = requests.Session()
+    session.mount(host, HTTPAdapter(max_retries=RETRIES))
+    if token:
+        session.headers["Authorization"] = f"Bearer {token}"
+    attempts = 0
+    while not path.exists():
+        attempts += 1  # RETRIES do not cover a body that is cut off
         try:
-            reply = requests.get(url, timeout=60)
-            reply.raise_for_status()
-            part.write_bytes(reply.content)
-            any(read_shard(part))  # refuses a login page
+            with session.get(url, stream=True, timeout=60) as reply, open(part, "wb") as file:
+                reply.raise_for_status()
+                file.writelines(reply.iter_content(2**20))
+            pq.read_metadata(part)  # refuses a login page
             part.replace(path)
-            return
-        except (OSError, ShardError) as error:  # the errors of requests are OSErrors
-            reason = f"{type(error).__name__}: {str(error)[-160:]}"  # the end names the cause
-    part.unlink(missing_ok=True)
-    raise ShardError(
-        f"{path.name} did not download ({reason}); run the same command to go on, or use "
-        "--corpus python."
-    )
+        except (requests.exceptions.ChunkedEncodingError, pa.ArrowInvalid):
+            if attempts == 3:
+                raise
 
 
 def climbmix(count):
@@ -809,21 +713,12 @@ def climbmix(count):
     numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
     shards = [SHARDS / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
     SHARDS.mkdir(exist_ok=True)
-    with ThreadPool(8) as pool:
-        done = pool.imap_unordered(download, shards)
-        for _ in tqdm(done, "download", len(shards), unit="shard", disable=None):
-            pass
+    with ThreadPoolExecutor(8) as pool:
+        list(tqdm(pool.map(download, shards), "download", len(shards), unit="shard", disable=None))
     return shards
 
 
 # ---- The embedded corpus: Python sources of the standard library and of these packages ----
-PACKAGES = """
-    filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm
-""".split()
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
-PYTHON_SHARDS = 8  # for training
-
-
 def python_sources():
     """Returns {text: file name}, in a fixed order, without duplicates."""
     library = Path(os.__file__).parent
@@ -833,7 +728,7 @@ def python_sources():
         files += [(file, Path(file.locate())) for file in installed]
     sources = {}
     for name, file in files:
-        if name.suffix == ".py" and not SKIPPED_FOLDERS.intersection(name.parts):
+        if name.suffix == ".py" and not set(SKIPPED_FOLDERS).intersection(name.parts):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 sources.setdefault(file.read_bytes().decode(), name.as_posix())
     return sources
@@ -860,73 +755,60 @@ def python_corpus():
 
 
 # ---- Choice of the corpus ----
-def list_files(folder):
-    """Returns the shards in a user's own folder."""
-    files = sorted(Path(folder).glob("[!.]*.parquet"))  # macOS puts ._ files beside others
+def find_shards(corpus):
+    """Returns the shards of a number of ClimbMix's shards, of "python" or of a folder."""
+    if isinstance(corpus, int):
+        return climbmix(corpus)
+    if corpus == "python":
+        return python_corpus()
+    files = sorted(Path(corpus).glob("[!.]*.parquet"))  # macOS puts ._ files beside others
     if len(files) < 2:
-        fail(f"{folder} must be a folder of at least two *.parquet files.")
+        fail(f"{corpus} must be a folder of at least two *.parquet files.")
     return files
 
 
-def find_shards(options):
-    """Returns the shards of the corpus that the options name."""
-    if options["data_dir"]:
-        return list_files(options["data_dir"])
-    count = options["num_shards"]
-    default = "python" if PROFILE == "small" and count is None else "climbmix"
-    if (options["corpus"] or default) == "python":
-        return python_corpus()
-    return climbmix(20 if count is None else count)
-
-
 # ---- Tokenizer training ----
-TOKENIZER_DOC_CHARS = 10_000  # per document
-TOKENIZER_CHARS = 1_000_000_000  # in all
-
-
 def tokenizer_texts(shards):
     """Yields the texts that the tokenizer is trained on."""
     left = TOKENIZER_CHARS
-    for shard in shards:
-        for text in read_shard(shard):
-            text = text[: min(TOKENIZER_DOC_CHARS, left)]
-            yield text
-            left -= len(text)
-            if left <= 0:
-                return
+    for text in itertools.chain.from_iterable(map(read_shard, shards)):
+        text = text[: min(TOKENIZER_DOC_CHARS, left)]
+        yield text
+        left -= len(text)
+        if left <= 0:
+            return
 
 
-def train_tokenizer(shards, folder):
-    """Trains on the shards, writes tokenizer.tiktoken and returns the Tokenizer."""
+def train_tokenizer(shards):
+    """Returns the vocabulary, a list of bytes."""
     if not any(tokenizer_texts(shards)):
         fail("the training shards hold no text; check their column `text`, or raise --num-shards.")
     print(f"training a tokenizer of {VOCAB_SIZE} tokens", flush=True)
     trainer = rustbpe.Tokenizer()
     size = VOCAB_SIZE - len(SPECIAL_TOKENS)
     trainer.train_from_iterator(tokenizer_texts(shards), size, pattern=SPLIT_PATTERN)
-    with open(folder / TOKENIZER_FILE, "wb") as file:
-        for token, rank in trainer.get_mergeable_ranks():
-            file.write(base64.b64encode(bytes(token)) + b" %d\n" % rank)
-    return Tokenizer.from_directory(folder)
+    return [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=itemgetter(1))]
 
 
 # ---- Tokens: made once, and not in each of a night's hundred runs ----
 def read_tokens(shard, tokenizer):
     """Yields each document's tokens, using threads: tiktoken releases the GIL."""
     texts = read_shard(shard)
-    with ThreadPool() as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         while batch := list(itertools.islice(texts, 4096)):
-            yield from pool.map(tokenizer.encode_document, batch, chunksize=64)
+            yield from pool.map(tokenizer.encode_document, batch)
 
 
 def write_rows(shard, tokenizer, folder):
-    """Packs the validation shard into rows."""
+    """Packs the validation shard into rows. Returns them."""
     rows = pack_rows(read_tokens(shard, tokenizer), MAX_SEQ_LEN + 1)
     rows = list(itertools.islice(rows, EVAL_TOKENS // MAX_SEQ_LEN))
     count = len(rows) // EVAL_BATCH * EVAL_BATCH
     if count == 0:
         fail(f"validation, the last file, fills only {len(rows)} of {EVAL_BATCH} rows; add text.")
-    np.stack(rows[:count]).astype("<u2").tofile(folder / ROWS_FILE)
+    rows = np.stack(rows[:count]).astype("<u2")
+    rows.tofile(folder / ROWS_FILE)
+    return rows
 
 
 def write_tokens(shards, tokenizer, folder):
@@ -944,59 +826,52 @@ def write_tokens(shards, tokenizer, folder):
 
 
 # ---- Commands ----
-def build(folder, options):
-    """Makes the derived files and, last, their manifest in a new folder."""
-    shards = find_shards(options)
+def build(corpus, folder):
+    """Makes the files of a corpus in a new folder, and last the manifest, which holds all that is
+    small: what the files were made by and of, and the vocabulary, each token in hex."""
+    shards = find_shards(corpus)
     folder.mkdir()
-    tokenizer = train_tokenizer(shards[:-1], folder)
-    write_rows(shards[-1], tokenizer, folder)
+    vocabulary = train_tokenizer(shards[:-1])
+    tokenizer = Tokenizer(vocabulary)
+    rows = write_rows(shards[-1], tokenizer, folder)
     first_documents = write_tokens(shards[:-1], tokenizer, folder)
-    paths = [folder / name for name in FILES]
     manifest = {
         "recipe": RECIPE,
-        "options": options,
+        "corpus": corpus,
         "shards": first_documents,
-        "files": {path.name: [path.stat().st_size, sha256(path)] for path in paths},
+        "training": [file_hash(folder / name) for name in (TOKENS_FILE, ENDS_FILE)],
+        "vocabulary": [token.hex() for token in vocabulary],
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    manifest["data"] = data_hash(rows, manifest)
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest) + "\n")
 
 
-def publish(folder):
-    """Replaces the prepared folder with this one. Runs keep what they have opened."""
-    shutil.rmtree(PREPARED, ignore_errors=True)
-    folder.rename(PREPARED)
-
-
-def prepare(options):
-    """Does nothing if the files are intact and were built with these options, by default those of
-    last time. Otherwise builds them in a new folder, so that no run sees a mixture."""
+def prepare(args):
+    """Does nothing if the corpus is prepared; --data-dir always prepares, since its text may have
+    changed. The files are made in a new folder, and only then it takes the place of the old one,
+    so that no run sees a mixture. Runs keep what they have opened."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
-    new = PREPARED.with_name(f"{PROFILE}.new")
-    if load_manifest(new):
-        publish(new)  # a preparation finished this folder and was then killed
-    shutil.rmtree(new, ignore_errors=True)
-    manifest = load_manifest()
-    intact = manifest.get("recipe") == RECIPE and not find_damaged(manifest["files"])
-    bare = all(value is None for value in options.values())
-    if bare:
-        options = manifest.get("options", options)
-    if options["data_dir"] and not (bare and intact):
-        files = list_files(options["data_dir"])
-        options["files"] = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    if not intact or options != manifest["options"]:
-        build(new, options)
-        publish(new)
-        manifest = load_manifest()
-    tokens = manifest["files"][TOKENS_FILE][0] // 2  # of two bytes each
-    rows = manifest["files"][ROWS_FILE][0] // (2 * (MAX_SEQ_LEN + 1))
+    new = PREPARED.with_name(f"{PREPARED.name}.new")
+    old = PREPARED.with_name(f"{PREPARED.name}.old")
+    if old.exists() and not PREPARED.exists():
+        old.rename(PREPARED)  # the last preparation was killed between its two renames
+    for left in (old, new):
+        shutil.rmtree(left, ignore_errors=True)
+    last = load_manifest().get("corpus")
+    named = CLIMBMIX_SHARDS if args.corpus == "climbmix" else args.corpus
+    usual = by_profile(full=CLIMBMIX_SHARDS, medium=CLIMBMIX_SHARDS, small="python")
+    corpus = args.data_dir or args.num_shards or named or last or usual
+    if args.data_dir or corpus != last or not read_prepared():
+        build(corpus, new)
+        if PREPARED.exists():
+            PREPARED.rename(old)  # fails if it is a mount point
+        new.rename(PREPARED)
+        shutil.rmtree(old, ignore_errors=True)
+        read_prepared()
     print(
-        f"ready: {PROFILE} profile, {tokens / 1e6:.1f} million training tokens, {rows} validation "
-        "rows; next: uv run train.py"
+        f"ready: {PROFILE} profile, {len(_run.tokens) / 1e6:.1f} million training tokens, "
+        f"{len(_run.rows)} validation rows; next: uv run train.py"
     )
-
-
-def absolute_path(path):
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def main():
@@ -1006,24 +881,20 @@ def main():
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--num-shards", type=int, help="training shards of ClimbMix (20; -1: all)")
     group.add_argument("--corpus", choices=("climbmix", "python"), help="small: python by default")
-    group.add_argument("--data-dir", type=absolute_path, help="parquet files; last: validation")
-    options = vars(parser.parse_args())
-    check_device()
+    group.add_argument("--data-dir", type=os.path.abspath, help="parquet files; last: validation")
+    args = parser.parse_args()
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         while not lock(CACHE):
             print("waiting for another preparation to end", flush=True)
             time.sleep(2)
-        prepare(options)
-    except ShardError as error:
-        fail(str(error))
+        prepare(args)
+    except (requests.RequestException, pa.ArrowInvalid) as error:
+        fail(f"download: {error}; run the same command to go on, or use --corpus python.")
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, None)  # numpy's error of a full disk has no number
-        remedy = "free space, or set" if full else "set"
-        fail(f"{error}; {remedy} AUTORESEARCH_CACHE to another folder.")
-    except KeyboardInterrupt:
-        fail("interrupted; downloads are kept, run the same command to continue.", 130)
+        fail(f"{error}; free space there, or set AUTORESEARCH_CACHE to another folder.")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the threads, too
     main()

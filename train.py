@@ -9,8 +9,10 @@ prepare.py owns data, clock and metric. Importing this file starts no run.
 Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary; K matrices of one shape.
 """
 
+import ctypes
 import gc
 import itertools
+import logging
 import math
 import os
 import sys
@@ -21,16 +23,15 @@ from types import SimpleNamespace
 from prepare import (  # before torch: this starts the clock of total_seconds
     CACHE,
     DEVICE_NAME,
+    EVAL_BATCH,
     MAX_SEQ_LEN,
     SEED,
     TIME_BUDGET,
     Tokenizer,
     by_profile,
     elapsed,
-    eval_batch_size,
     evaluate_bpb,
     fail,
-    largest_divisor,
     log_step,
     make_dataloader,
     start,
@@ -112,6 +113,11 @@ def derive_config(vocab_size):
         windows=[short if letter == "S" else MAX_SEQ_LEN for letter in pattern],  # per layer
         value_layers=[i for i in range(DEPTH) if VE_EVERY and (DEPTH - 1 - i) % VE_EVERY == 0],
     )
+
+
+def largest_divisor(number, at_most):
+    """The largest divisor of `number` up to `at_most`, at least 1."""
+    return max(size for size in range(1, max(at_most, 1) + 1) if number % size == 0)
 
 
 def rows_at_a_time(at_most):
@@ -707,10 +713,14 @@ def rehearse(model, compiled_model, optimizer, rows):
     count = min(accumulation_steps(rows), 2)
     for _ in range(2):
         train_step(compiled_model, optimizer, batch, itertools.repeat(batch), count)
+    inputs = torch.randint(model.config.vocab_size, (EVAL_BATCH, MAX_SEQ_LEN), device=device)
     model.eval()
     with torch.no_grad():
-        for_evaluation(model, compiled_model)(inputs[: eval_batch_size(rows)])
+        for_evaluation(model, compiled_model)(inputs)
     model.train()
+
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds per period, or "max"
 
 
 def for_evaluation(model, compiled_model):
@@ -790,11 +800,29 @@ def warm_up(model, dtype):
     return compiled_model, new_optimizer(), rows
 
 
+def tune_cpu():
+    """Keeps glibc from returning freed memory, which the kernel would have to zero again (a tenth
+    of each step), limits threads to a container's quota, which torch ignores, and starts none of
+    the processes that compile Triton."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
+    quota = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ["max"]
+    if quota[0] != "max":
+        allowed = max(1, int(quota[0]) // int(quota[1]))
+        torch.set_num_threads(min(torch.get_num_threads(), allowed))
+    os.environ.setdefault("TORCH_WARM_POOL", "0")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no nvcc"
+
+
 # ---- Main ----
 def main():
     if sys.argv[1:]:
         fail("train.py takes no arguments; its knobs are at the top of the file.")
     device = start()
+    if device.type == "cpu":
+        tune_cpu()
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
     tokenizer = Tokenizer.from_directory()

@@ -173,9 +173,7 @@ def build(train, dtype=None):
     torch.set_float32_matmul_precision("high")
     device = prepare.DEVICE
     if device.type == "cpu":
-        prepare.keep_memory()
-    if getattr(prepare._run, "rows", None) is None:  # the warm-up needs their number
-        prepare._run.rows = range(prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN)
+        train.tune_cpu()
     dtype = dtype or train.choose_dtype(device)
     config = train.derive_config(prepare.VOCAB_SIZE)
     attention, attend = train.choose_attention(device, dtype, config)

@@ -130,21 +130,21 @@ def train_on(model, batches):
 
 # ---- Measurements ----
 @torch.no_grad()
-def all_losses(model, size):
-    """Returns the losses of the validation rows, [N, T], computed in batches of `size`."""
+def all_losses(model):
+    """Returns the losses of the validation rows, [N, T]."""
     found = []
-    for batch in np.split(prepare._run.rows, len(prepare._run.rows) // size):
+    for batch in np.split(prepare._run.rows, len(prepare._run.rows) // prepare.EVAL_BATCH):
         inputs, targets = batch[:, :-1], batch[:, 1:]
         found.append(prepare.token_losses(model, inputs, targets, prepare._run.token_bytes))
     return np.concatenate(found)
 
 
 @torch.no_grad()
-def draw(model, losses, size, seed):
+def draw(model, losses, seed):
     """Returns {probe: mean and largest change in nats} of one draw of rows and cuts."""
     rng = np.random.default_rng(seed)
     rows, token_bytes = prepare._run.rows, prepare._run.token_bytes
-    changes = prepare.probe(model, rows, losses, size, token_bytes, rng)
+    changes = prepare.probe(model, rows, losses, token_bytes, rng)
     return {name: (x.mean(), x.max()) for name, x in changes.items() if x.size}
 
 
@@ -153,14 +153,14 @@ def is_refused(found):
     return any(not (mean <= limits[0] and peak <= limits[1]) for mean, peak in found.values())
 
 
-def print_honest(batches, size, seeds):
+def print_honest(batches, seeds):
     """Prints, by depth and dtype, how many draws refuse the model, and the largest changes."""
     print(f"limits: {prepare.PROBE_MEAN:g} on average, {prepare.PROBE_PEAK:g} at one position\n")
     print("| depth | dtype | refused | probe: mean, largest |\n|---|---|---|---|", flush=True)
     for depth, dtype in HONEST:
         model = train_on(build(depth, dtype), batches)
-        losses = all_losses(model, size)
-        draws = [draw(model, losses, size, seed) for seed in seeds]
+        losses = all_losses(model)
+        draws = [draw(model, losses, seed) for seed in seeds]
         refused = sum(map(is_refused, draws))
         worst = "; ".join(
             "{}: {:.1e}, {:.1e}".format(name, *np.max([found[name] for found in draws], axis=0))
@@ -170,7 +170,7 @@ def print_honest(batches, size, seeds):
         print(f"| {depth} | {name} | {refused} of {len(draws)} | {worst} |", flush=True)
 
 
-def print_leaks(names, batches, more, size, seeds):
+def print_leaks(names, batches, more, seeds):
     """Prints a row for each number of further steps and each leak."""
     leaks = all_leaks(prepare._run.rows)
     count = prepare._run.token_bytes[prepare._run.rows[:, 1:]].sum()
@@ -183,10 +183,10 @@ def print_leaks(names, batches, more, size, seeds):
             model = copy.deepcopy(begin)
             model.leak = leak
             train_on(model, further)
-            losses = all_losses(model, size)
+            losses = all_losses(model)
             bpb = losses.sum(dtype=np.float64) / math.log(2) / count
             honest = honest or bpb
-            seen = sum(is_refused(draw(model, losses, size, seed)) for seed in seeds)
+            seen = sum(is_refused(draw(model, losses, seed)) for seed in seeds)
             row = f"| {name} | {steps} | {bpb:.4f} | {honest - bpb:+.4f} | {seen} of {len(seeds)} |"
             print(row, flush=True)
 
@@ -199,19 +199,18 @@ def main():
     parser.add_argument(
         "--more", type=int, nargs="+", default=[30, 100], help="steps with one (30 100)"
     )
-    parser.add_argument("--rows", type=int, default=8, help="rows per step and per batch (8)")
+    parser.add_argument("--rows", type=int, default=8, help="rows per step (8)")
     parser.add_argument("--draws", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first draw (0)")
     args = parser.parse_args()
     loader = prepare.make_dataloader(None, args.rows, prepare.MAX_SEQ_LEN)
     steps = args.steps + (0 if args.honest else max(args.more))
     batches = list(itertools.islice(loader, steps))
-    size = prepare.eval_batch_size(args.rows)
     seeds = range(args.seed, args.seed + args.draws)
     if args.honest:
-        print_honest(batches, size, seeds)
+        print_honest(batches, seeds)
     else:
-        print_leaks(args.leaks, batches, args.more, size, seeds)
+        print_leaks(args.leaks, batches, args.more, seeds)
 
 
 if __name__ == "__main__":

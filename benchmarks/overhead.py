@@ -119,11 +119,10 @@ def metric_ways(count):
     with torch.enable_grad():  # for the warm-up
         subject = build(train)
     model = train.for_evaluation(subject.model, subject.compiled_model).eval()
-    size = prepare.largest_divisor(count, prepare.EVAL_BATCH)
     rng = np.random.default_rng(0)
     rows = rng.integers(0, prepare.VOCAB_SIZE, (count, T + 1), dtype=np.uint16)
     token_bytes = rng.integers(1, 9, prepare.VOCAB_SIZE, dtype=np.int32)
-    batches = np.split(rows, count // size)
+    batches = np.split(rows, count // prepare.EVAL_BATCH)
 
     def forward():
         for batch in batches:
@@ -139,11 +138,11 @@ def metric_ways(count):
     losses = all_losses()
 
     def score():
-        prepare.score(model, rows, token_bytes, size, rng=0)
+        prepare.score(model, rows, token_bytes, rng=0)
         return count * T
 
     def probe():
-        prepare.probe(model, rows, losses, size, token_bytes, np.random.default_rng(0))
+        prepare.probe(model, rows, losses, token_bytes, np.random.default_rng(0))
         return count * T
 
     return {
@@ -155,7 +154,7 @@ def metric_ways(count):
 
 
 def tokenisation_ways(folder):
-    shard = prepare.find_shards(prepare.load_manifest()["options"])[0]
+    shard = prepare.find_shards(prepare.load_manifest()["corpus"])[0]
     tokenizer = prepare.Tokenizer.from_directory()
 
     def one_thread():
@@ -199,7 +198,9 @@ def print_parts(rows, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n\n")[0])
     parser.add_argument("--runs", type=int, default=3, help="cold runs, and as many warm ones (3)")
-    parser.add_argument("--rows", type=int, default=512, help="rows to pack and to score (512)")
+    parser.add_argument(
+        "--rows", type=int, default=512, help="rows to pack and to score, a multiple of 16 (512)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     print(f"{prepare.DEVICE_NAME}, medians\n", flush=True)

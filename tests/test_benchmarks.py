@@ -46,13 +46,13 @@ def tiny(monkeypatch):
     for name in TINY:
         monkeypatch.setattr(train, name, getattr(train, name))
     common.set_knobs(train, SETTING)
-    monkeypatch.setattr(prepare, "keep_memory", lambda: None)  # nothing undoes that
+    monkeypatch.setattr(train, "tune_cpu", lambda: None)  # nothing undoes that
     monkeypatch.setattr(gc, "disable", lambda: None)
 
 
 # ---- Parts of prepare.py, attention, steps ----
 def test_the_parts_of_the_ruler(call, tiny, cache, fresh_run):
-    table, output = call(overhead, "--runs", 0, "--rows", 8, "--rounds", 1)
+    table, output = call(overhead, "--runs", 0, "--rows", 16, "--rounds", 1)
     for base, other in (
         ("linear scan", "make_dataloader"),
         ("bare forward passes", "score, which is both"),

@@ -121,8 +121,8 @@ def test_the_table_has_a_row_for_every_task(repo, tmp_path):
     for name in ("status", "log", "runs"):
         (folder / name).mkdir(parents=True)
     (folder / "job").write_text("7\n")
-    unsteady = "unsteady: 2 tokens/s, then 1"
-    write_task(folder, 0, exit_code=0, val_bpb=1.0, integrity=unsteady)
+    late = "overtime: 305.0 s, over 304"
+    write_task(folder, 0, exit_code=0, val_bpb=1.0, integrity=late)
     write_task(folder, 1, exit_code=0, val_bpb=1.1, integrity="ok")
     write_task(folder, 2, exit_code=0, val_bpb=1.2, integrity="ok")
     write_task(folder, 3, exit_code=4)
@@ -148,7 +148,7 @@ def test_the_table_has_a_row_for_every_task(repo, tmp_path):
         ("7", "pending", "-", "-"),
         ("8", "completed", "0", "-"),
     ]
-    assert list(tasks[0].values())[6:] == ["100", "1234", "cpu", unsteady]
+    assert list(tasks[0].values())[6:] == ["100", "1234", "cpu", late]
 
     values = "a1 cpu blocks 2.15.0 20_s abc 3 1 1.100000 0.100000".split()
     assert [list(row.values()) for row in commits] == [[v.replace("_", " ") for v in values]]

@@ -11,11 +11,12 @@ import runpy
 import shutil
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import prepare
 from benchmarks import overhead
-from tests.common import ROOT, make_corpus, make_texts, write_parquet
+from tests.common import ROOT, make_corpus, make_texts, run_script, write_parquet
 
 import numpy as np
 import pyarrow as pa
@@ -40,11 +41,8 @@ def refusal(capsys, function, *arguments, code=2):
     ("name", "value"),
     [
         ("AUTORESEARCH_PROFILE", "huge"),
-        ("AUTORESEARCH_TIME_BUDGET", "0"),
-        ("AUTORESEARCH_TIME_BUDGET", "inf"),
+        ("AUTORESEARCH_TIME_BUDGET", "5m"),
         ("SEED", "1.5"),
-        ("SEED", "-1"),
-        ("SEED", str(2**63)),
     ],
 )
 def test_a_bad_environment_gets_one_sentence(name, value, monkeypatch, capsys):
@@ -60,15 +58,6 @@ def test_a_tilde_is_the_home_folder_in_every_variable_that_names_a_folder(
     monkeypatch.setenv(variable, "~/x")
     ruler = runpy.run_path(str(ROOT / "prepare.py"))
     assert ruler[variable.removeprefix("AUTORESEARCH_")] == tmp_path / "x"
-
-
-def test_a_user_without_a_home_folder_gets_one_sentence(monkeypatch, capsys):
-    """As in a container, there is no HOME and no entry in the passwd file."""
-    for name in ("HOME", "AUTORESEARCH_CACHE"):
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(os, "getuid", lambda: 987654)
-    sentence = refusal(capsys, runpy.run_path, str(ROOT / "prepare.py"))
-    assert "set AUTORESEARCH_CACHE to an absolute path" in sentence
 
 
 @pytest.mark.parametrize(
@@ -88,10 +77,10 @@ def test_the_profile_decides_the_settings(monkeypatch, profile, values):
 
 # ---- Tokenizer ----
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def tokenizer():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "VOCAB_SIZE", 500)
-        return prepare.train_tokenizer([make_texts(300)], tmp_path_factory.mktemp("tokenizer"))
+        return prepare.Tokenizer(prepare.train_tokenizer([make_texts(300)]))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -140,14 +129,15 @@ def other(tmp_path):
     return make_corpus(tmp_path / "other", train=(300,), val=400)
 
 
-# RECIPE[0], and the sha256 of the files of that recipe. Unlike Parquet files, they may not vary.
+# RECIPE[0], and the sha256 of what that recipe makes. Unlike Parquet files, it may not vary.
 GOLDEN = (
-    1,
+    2,
     {
-        "tokenizer.tiktoken": "9c1e08424b18fbc26637d1ee49b958ff8beff974330fb6f21e9defb32c8da6bd",
-        "val.u16": "1da4f92ada361eea087b3d40cada7f7cf57f0741e62f27446bdf00d0ee9f1d38",
+        "val.u16": "f27969b59e10d4fc8af66973e8a7b750a3744182f0f1406de0e447c2cd0ab536",
         "train.u16": "cba6effe5120e2e70f0f3d154f902eaa4ec569f5c2eb2467b7f4b1855814dae7",
         "train.npy": "dcbe4072652758d6b73c6f68dc3a686e4a8e14191a4fa47e3700d8d5b88c48c6",
+        "data": "43afe828",
+        "vocabulary": "c1d080665f76e9b9b1e74417e45c0193a26a89a3d2758c4133f72c7443948fbc",
         "python corpus": "3da48806fe52adcba075dd8aae95d6259972b300e3bffe54623056d74ba670be",
     },
 )
@@ -162,7 +152,10 @@ def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
     long = "".join(rng.choices("aaabcdeé \n.'01", k=250_000))  # the tokenizer learns its beginning
     write_parquet(corpus / "shard_00000b.parquet", [long, "", None, "last"])
     run_prepare("--data-dir", corpus)
-    made = {name: prepare.sha256(prepare.PREPARED / name) for name in prepare.FILES}
+    made = {name: prepare.file_hash(prepare.PREPARED / name) for name in GOLDEN[1] if "." in name}
+    manifest = prepare.load_manifest()
+    made["data"] = manifest["data"]
+    made["vocabulary"] = hashlib.sha256(" ".join(manifest["vocabulary"]).encode()).hexdigest()
     monkeypatch.setattr(prepare, "python_sources", made_up_sources)
     embedded = json.dumps(prepare.python_corpus())
     made["python corpus"] = hashlib.sha256(embedded.encode()).hexdigest()
@@ -172,14 +165,10 @@ def test_the_derived_files_are_those_of_the_recipe(tmp_path, monkeypatch):
     )
 
 
-def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, capsys):
-    interrupted = prepare.PREPARED.with_name("small.new")
-    interrupted.mkdir()
-    (interrupted / "val.u16").touch()
+def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, fresh_run, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "build", None)
         run_prepare()
-    assert not interrupted.exists()
     profile, ready = capsys.readouterr().out.splitlines()
     assert profile.startswith("profile: small, ")
     tokens = np.fromfile(prepare.PREPARED / "train.u16", dtype="<u2").size / 1e6
@@ -188,12 +177,42 @@ def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, monkeypatch, ca
     assert ready.startswith(f"ready: small profile, {counts}")
     recipe = prepare.RECIPE
     monkeypatch.setattr(prepare, "RECIPE", [recipe[0] + 1, *recipe[1:]])
-    sentence = "is not prepared; run `AUTORESEARCH_PROFILE=small uv run prepare.py`"
-    assert sentence in refusal(capsys, prepare.read_cache)
+    sentence = "is not prepared, or not as it was prepared; run `AUTORESEARCH_PROFILE=small uv run"
+    assert sentence in refusal(capsys, prepare.start)
     run_prepare()
     assert prepare.load_manifest()["recipe"] == prepare.RECIPE
     monkeypatch.setattr(prepare, "RECIPE", recipe)
-    assert sentence in refusal(capsys, prepare.read_cache)
+    assert sentence in refusal(capsys, prepare.start)
+
+
+def recipe_of(replace):
+    """Returns the RECIPE of a prepare.py in which a text is replaced."""
+    source = (ROOT / "prepare.py").read_text()
+    old, new = replace
+    assert source.count(old) == 1
+    namespace = {"__name__": "edited", "__file__": str(ROOT / "prepare.py")}
+    exec(compile(source.replace(old, new), "edited", "exec"), namespace)  # noqa: S102
+    return namespace["RECIPE"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        (r"\p{N}{1,2}", r"\p{N}{1,3}"),
+        ("TOKENIZER_DOC_CHARS = 10_000", "TOKENIZER_DOC_CHARS = 1_000"),
+        ("TOKENIZER_CHARS = 1_000_000_000", "TOKENIZER_CHARS = 1_000"),
+        ("BUFFER_DOCS = 1000", "BUFFER_DOCS = 100"),
+        ("CLIMBMIX_VAL = 6542", "CLIMBMIX_VAL = 6541"),
+        ("EVAL_BATCH = 16", "EVAL_BATCH = 8"),
+        ("PYTHON_SHARDS = 8", "PYTHON_SHARDS = 4"),
+        ("range(4)]  # the first", "range(3)]  # the first"),
+        ('torch tqdm\n"', 'torch\n"'),
+    ],
+)
+def test_whoever_edits_what_the_files_depend_on_has_another_recipe(edit):
+    """Otherwise prepare.py would say `ready`, and training would go on with the old tokens."""
+    assert recipe_of(edit) != prepare.RECIPE
+    assert recipe_of(("PROGRESS_SECONDS = 5", "PROGRESS_SECONDS = 9")) == prepare.RECIPE
 
 
 def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
@@ -201,28 +220,51 @@ def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_prepare("--data-dir", "other")
     monkeypatch.chdir("/")
-    assert prepare.load_manifest()["options"]["data_dir"] == str(other)
+    assert prepare.load_manifest()["corpus"] == str(other)
     assert len(np.load(prepare.PREPARED / "train.npy")) == 301
     write_parquet(other / "shard_00000.parquet", make_texts(500))
     own = contents(other)
-    run_prepare()  # keeps what was prepared, since all of it is intact
+    run_prepare()  # keeps what was prepared
     assert len(np.load(prepare.PREPARED / "train.npy")) == 301
-    run_prepare("--data-dir", other)  # notices that the text has changed
+    run_prepare("--data-dir", other)  # always prepares
     assert len(np.load(prepare.PREPARED / "train.npy")) == 501
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "build", None)
-        run_prepare("--data-dir", other)  # the cache has this already
     before = contents(own_cache)
     (prepare.PREPARED / "val.u16").unlink()
+    (own_cache / "small.new").mkdir()  # an interrupted preparation
     run_prepare()
     assert contents(own_cache) == before
     assert contents(other) == own  # a user's folder is read, never written
-    write_parquet(other / "shard_00000.parquet", make_texts(400))
-    (prepare.PREPARED / "val.u16").unlink()
-    run_prepare()  # mends from the text as it is now, and remembers that
-    assert len(np.load(prepare.PREPARED / "train.npy")) == 401
-    monkeypatch.setattr(prepare, "build", None)
-    run_prepare("--data-dir", other)
+
+
+@pytest.mark.parametrize(
+    ("last", "options", "built"),
+    [
+        (None, (), "python"),
+        (None, ("--corpus", "climbmix"), 20),
+        (7, (), None),
+        (7, ("--num-shards", 7), None),
+        (7, ("--num-shards", -1), -1),
+        (7, ("--corpus", "climbmix"), 20),
+        (20, ("--corpus", "climbmix"), None),  # the default, named, is the default
+        (20, ("--num-shards", 20), None),
+        (20, ("--corpus", "python"), "python"),
+        ("python", ("--corpus", "python"), None),
+        ("/text", (), None),
+        ("/text", ("--data-dir", "/text"), "/text"),  # whose files may have changed
+    ],
+)
+def test_only_another_corpus_is_built(own_cache, monkeypatch, last, options, built):
+    manifest = prepare.load_manifest() | {"corpus": last}
+    (prepare.PREPARED / "manifest.json").write_text(json.dumps(manifest))
+    calls = []
+
+    def build(corpus, folder):
+        calls.append(corpus)
+        shutil.copytree(prepare.PREPARED, folder)
+
+    monkeypatch.setattr(prepare, "build", build)
+    run_prepare(*options)
+    assert calls == ([] if built is None else [built])
 
 
 # ---- Damage ----
@@ -237,21 +279,29 @@ def flip(path, place):
     [
         ("train.u16", lambda path: os.truncate(path, 5000), True),
         ("train.npy", os.unlink, True),
+        ("train.npy", lambda path: os.truncate(path, 0), True),
+        ("train.npy", lambda path: os.truncate(path, 500), True),
         ("val.u16", lambda path: flip(path, 5), True),
-        ("tokenizer.tiktoken", lambda path: flip(path, 1000), True),
+        ("manifest.json", lambda path: flip_hex(path), True),
         ("train.u16", lambda path: flip(path, 3000), False),  # a run does not hash gigabytes
     ],
 )
-def test_a_damaged_cache_is_refused_and_mended(name, spoil, seen, own_cache, capsys):
+def test_a_damaged_cache_is_refused_and_mended(name, spoil, seen, own_cache, fresh_run, capsys):
     before = contents(own_cache)
     spoil(prepare.PREPARED / name)
     if seen:
-        sentence = refusal(capsys, prepare.read_cache)
-        assert f"small/{name} is missing or not as it was prepared; run `" in sentence
+        assert "not as it was prepared; run `" in refusal(capsys, prepare.start)
+        run_prepare()
+        assert contents(own_cache) == before
     else:
-        prepare.read_cache()
-    run_prepare()
-    assert contents(own_cache) == before
+        prepare.start()
+
+
+def flip_hex(path):
+    """Changes a token of the vocabulary."""
+    manifest = json.loads(path.read_text())
+    manifest["vocabulary"][300] = "00"
+    path.write_text(json.dumps(manifest))
 
 
 # ---- Interruptions ----
@@ -265,10 +315,10 @@ def test_a_build_that_fails_leaves_the_old_cache(own_cache, other, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "write_tokens", write_tokens)
         sentence = refusal(capsys, run_prepare, "--data-dir", other)
-    assert "No space left on device; free space, or set AUTORESEARCH_CACHE to another" in sentence
+    assert "No space left on device; free space there, or set AUTORESEARCH_CACHE to" in sentence
     assert contents(prepare.PREPARED) == before
     run_prepare("--data-dir", other)
-    assert prepare.load_manifest()["options"]["data_dir"] == str(other)
+    assert prepare.load_manifest()["corpus"] == str(other)
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
@@ -276,51 +326,72 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(tmp_path, mon
     (tmp_path / "file").touch()
     monkeypatch.setattr(prepare, "CACHE", tmp_path / "file" / "cache")
     sentence = refusal(capsys, run_prepare)
-    assert "Not a directory" in sentence and "; set AUTORESEARCH_CACHE to another" in sentence
-    assert "free space" not in sentence
+    assert "Not a directory" in sentence and "set AUTORESEARCH_CACHE to another" in sentence
 
 
-@pytest.mark.parametrize("moment", ["before", "while the old files go", "before the rename"])
-def test_a_preparation_killed_while_it_publishes_loses_neither_cache_nor_options(
-    own_cache, corpus, other, monkeypatch, capsys, moment
+def test_a_preparation_killed_between_its_two_renames_loses_nothing(
+    own_cache, corpus, other, fresh_run, monkeypatch, capsys
 ):
-    """Afterwards prepare.py finds the old cache or the new one, and builds neither again."""
     before = contents(prepare.PREPARED)
+    rename = Path.rename
 
-    def killed(folder):
-        if moment == "while the old files go":
-            (prepare.PREPARED / "train.u16").unlink()
-        if moment == "before the rename":
-            shutil.rmtree(prepare.PREPARED)
-        if moment == "before":  # the manifest is half written
-            manifest = folder / "manifest.json"
-            manifest.write_bytes(manifest.read_bytes()[:-5])
-        raise KeyboardInterrupt
+    def killed(path, target):
+        if path.name == "small.new":
+            raise KeyboardInterrupt
+        return rename(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "publish", killed)
-        assert "interrupted" in refusal(capsys, run_prepare, "--data-dir", other, code=130)
-    if moment != "before":
-        assert "run `AUTORESEARCH_PROFILE=small uv" in refusal(capsys, prepare.read_cache)
-    monkeypatch.setattr(prepare, "build", None)
-    run_prepare()
-    assert (contents(prepare.PREPARED) == before) == (moment == "before")
-    folder = prepare.load_manifest()["options"]["data_dir"]
-    assert folder == str(corpus if moment == "before" else other)
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_prepare("--data-dir", other)
+    assert "run `AUTORESEARCH_PROFILE=small uv" in refusal(capsys, prepare.start)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "build", None)
+        run_prepare()  # finds the old cache
+    assert contents(prepare.PREPARED) == before
+    run_prepare("--data-dir", other)
+    assert prepare.load_manifest()["corpus"] == str(other)
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
-def test_a_run_that_starts_while_the_folder_is_renamed_is_told_so(
-    own_cache, fresh_run, monkeypatch, capsys
+def test_a_profile_s_folder_that_cannot_be_renamed_stays(own_cache, other, monkeypatch, capsys):
+    """As a mount point cannot."""
+    before = contents(prepare.PREPARED)
+
+    def busy(path, target):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(Path, "rename", busy)
+    sentence = refusal(capsys, run_prepare, "--data-dir", other)
+    assert f"busy: '{prepare.PREPARED}'; " in sentence and "set AUTORESEARCH_CACHE" in sentence
+    assert contents(prepare.PREPARED) == before
+
+
+def test_a_link_in_the_place_of_the_profile_s_folder_stays_a_link(cache, other, tmp_path):
+    """What it points to is replaced, on the disk that the user chose."""
+    disk = tmp_path / "disk"
+    shutil.copytree(cache / "small", disk / "prepared")
+    (tmp_path / "cache").mkdir()
+    link = tmp_path / "cache" / "small"
+    link.symlink_to(disk / "prepared")
+    told = {"AUTORESEARCH_CACHE": tmp_path / "cache"}
+    done = run_script(ROOT / "prepare.py", "--data-dir", other, **told)
+    assert done.returncode == 0, done.output
+    assert link.is_symlink() and len(np.load(link / "train.npy")) == 301
+    assert [path.name for path in disk.iterdir()] == ["prepared"]
+
+
+def test_a_run_that_starts_while_the_folder_is_replaced_does_not_mix(
+    own_cache, other, fresh_run, monkeypatch, capsys
 ):
     load = np.load
 
-    def load_after_rename(*args, **options):
-        shutil.rmtree(prepare.PREPARED)
+    def replace_and_load(*args, **options):
+        run_script(ROOT / "prepare.py", "--data-dir", other)
         return load(*args, **options)
 
-    monkeypatch.setattr(np, "load", load_after_rename)
-    assert "prepared anew while this run was starting" in refusal(capsys, prepare.start)
+    monkeypatch.setattr(np, "load", replace_and_load)
+    assert "not as it was prepared" in refusal(capsys, prepare.start)
 
 
 def test_what_is_whole_is_ready_although_its_text_is_gone(own_cache, other, capsys):
@@ -398,17 +469,16 @@ def test_a_column_of_strings_or_of_utf8_is_read(texts, tmp_path):
     assert text in ("binary", "large", "a")
 
 
-@pytest.mark.parametrize("text", [["a"], {"a": "b"}, 1, 1.5, None])
-def test_a_column_of_anything_else_is_refused(text, tmp_path):
+@pytest.mark.parametrize("text", [["a"], {"a": "b"}])
+def test_a_column_of_anything_else_is_refused(text, tmp_path, capsys):
     write_parquet(tmp_path / "a.parquet", [text])
-    with pytest.raises(prepare.ShardError, match="must have one column `text` of strings"):
-        [*prepare.read_shard(tmp_path / "a.parquet")]
+    sentence = refusal(capsys, list, prepare.read_shard(tmp_path / "a.parquet"))
+    assert "is not a whole parquet file with one column `text` of strings (" in sentence
 
 
 def test_hidden_files_are_no_shards(other):
     (other / "._shard_00009.parquet").write_bytes(b"what macOS leaves on foreign disks")
-    options = {"data_dir": other, "corpus": None, "num_shards": None}
-    assert len(prepare.find_shards(options)) == 2
+    assert len(prepare.find_shards(str(other))) == 2
 
 
 @pytest.mark.parametrize(
@@ -417,12 +487,12 @@ def test_hidden_files_are_no_shards(other):
         ("shard_00000", os.unlink, "a folder of at least two *.parquet files"),
         ("shard_00000", lambda path: write_parquet(path, ["a"], "body"), "one column `text`"),
         ("shard_00000", two_columns, "one column `text`"),
-        ("shard_00000", invalid_utf8, "cannot be read ('utf-8' codec can't decode byte 0xff"),
+        ("shard_00000", invalid_utf8, "('utf-8' codec can't decode byte 0xff"),
         ("shard_00000", lambda path: write_parquet(path, [b"\xff"]), "Invalid UTF8"),
         ("shard_00009", os.mkdir, "is a directory"),
         ("shard_00000", lambda path: write_parquet(path, ["", None]), "hold no text"),
-        ("shard_00000", damage_page, "cannot be read (could not verify page integrity"),
-        ("shard_00001", lambda path: write_parquet(path, ["short"]), "fills only 0 of 32 rows"),
+        ("shard_00000", damage_page, "(could not verify page integrity"),
+        ("shard_00001", lambda path: write_parquet(path, ["short"]), "fills only 0 of 16 rows"),
     ],
 )
 def test_bad_corpora_get_one_sentence_and_leave_the_cache_as_it_was(

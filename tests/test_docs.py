@@ -9,7 +9,7 @@ import sys
 import prepare
 from benchmarks import protocol
 from tests.common import ROOT
-from tests.test_report import NINE, OTHERS
+from tests.test_report import KEYS
 
 import pytest
 
@@ -26,7 +26,7 @@ def block(words):
 
 # ---- Names ----
 def test_every_key_that_the_protocol_reads_is_printed():
-    keys = [*NINE, *OTHERS, "tokens_per_second", "integrity"]
+    keys = [*KEYS, "num_steps", "integrity"]
     # Besides keys: start, train.py, the shell and fail print these.
     printed = [*keys, *"run attention continuing exit FAIL error".split(), "out of memory"]
     for words in re.findall(r"grep -E '\^\((.*?)\)'", PROGRAM):

@@ -1,6 +1,5 @@
 """Downloads ClimbMix from a local HTTP server through HF_ENDPOINT: only whole files are kept."""
 
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -15,28 +14,33 @@ import numpy as np
 import pytest
 
 VAL = "shard_06542.parquet"
+NUMBERS = ("00000", "00001", "00002", "06542")
 ENOUGH = ("--num-shards", 2)
 
 
 class Hub:
     """Serves shards. `faults`, {shard: function(attempt)}, may return another (status, body,
-    Content-Length)."""
+    Content-Length, or for 429 Retry-After)."""
 
     def __init__(self, shards):
         self.shards = shards
         self.faults = {}
         self.requests = Counter()
+        self.tokens = set()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):  # noqa: N802
                 name = self.path.rpartition("/")[2]
                 hub.requests[name] += 1
+                hub.tokens.add(self.headers.get("Authorization"))
                 assert self.path == f"/datasets/{prepare.CLIMBMIX}/resolve/main/{name}"
                 fault = name in hub.faults and hub.faults[name](hub.requests[name])
                 status, body, length = fault or (200, hub.shards[name], len(hub.shards[name]))
                 self.send_response(status)
-                if length:
+                if status == 429:
+                    self.send_header("Retry-After", str(length))
+                elif length:
                     self.send_header("Content-Length", str(length))
                 self.end_headers()
                 self.wfile.write(body)
@@ -51,7 +55,7 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Makes three training shards and the validation shard, with enough text for 32 rows."""
+    """Makes three training shards and the validation shard, with enough text for 16 rows."""
     folder = tmp_path_factory.mktemp("hub")
     for i in range(3):
         write_parquet(folder / f"shard_{i:05d}.parquet", make_texts(60 + i, seed=i))
@@ -65,7 +69,7 @@ def hub(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server.server_port}")
     for name, path in {"CACHE": "", "SHARDS": "data", "PREPARED": "small"}.items():
         monkeypatch.setattr(prepare, name, tmp_path / path)
-    monkeypatch.setattr(prepare, "WAITS", (0, 0.001, 0.001))
+    monkeypatch.setattr(prepare, "RETRIES", prepare.RETRIES.new(backoff_factor=0))
     yield hub
     hub.server.shutdown()
     hub.server.server_close()
@@ -76,14 +80,14 @@ def whole(shards):
 
 
 # ---- Downloads ----
-def test_whole_shards_are_not_fetched_again(hub, shards, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/shard_00001.parquet").write_bytes(shards["shard_00001.parquet"][:-100])
+def test_shards_are_fetched_once(hub, shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     for _ in range(2):
         paths = prepare.climbmix(3)
         assert paths[-1] == tmp_path / "data" / VAL and len(paths) == 4
         assert contents(tmp_path) == whole(shards)
         assert set(hub.requests.values()) == {1}
+    assert hub.tokens == {"Bearer hf_secret"}
 
 
 @pytest.mark.parametrize("count", [-1, 10])
@@ -94,42 +98,48 @@ def test_validation_is_never_trained_on(hub, tmp_path, monkeypatch, count):
 
 
 def test_faults_that_pass_are_overcome(hub, shards, tmp_path):
-    half = shards["shard_00000.parquet"][:5000]
-    replies = {1: (200, half, 2 * len(half)), 2: (200, half, None)}
+    """A busy hub, a body that is cut off, and one of no announced length, whose end is missing."""
+    body = shards["shard_00000.parquet"]
+    half = body[: len(body) // 2]
+    replies = {1: (429, b"", 1), 2: (503, b"", None), 3: (200, half, len(body))}
     hub.faults["shard_00000.parquet"] = replies.get
+    hub.faults["shard_00001.parquet"] = {1: (200, half, None)}.get
+    begun = time.monotonic()
     prepare.climbmix(3)
-    assert contents(tmp_path) == whole(shards) and hub.requests["shard_00000.parquet"] == 3
+    assert time.monotonic() - begun > 1  # the hub asked for that
+    assert contents(tmp_path) == whole(shards)
+    assert hub.requests == {f"shard_{i}.parquet": n for i, n in zip(NUMBERS, (4, 2, 1, 1))}
 
 
-def test_an_unavailable_shard_is_named_and_the_others_are_kept(hub, shards, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("fault", "words", "attempts"),
+    [
+        ((404, b"", None), "download: 404 Client Error", 1),
+        ((503, b"", None), "too many 503 error responses", 5),
+        ((200, b"<html>please log in</html>", None), "download: Parquet", 3),
+        ((200, b"PAR1", 1000), "download: ('Connection broken: IncompleteRead", 3),
+    ],
+)
+def test_the_others_are_kept_if_one_shard_is_not_to_be_had(
+    hub, shards, tmp_path, capsys, fault, words, attempts
+):
     name = "shard_00001.parquet"
     others = whole({other: shards[other] for other in ("shard_00000.parquet", VAL)})
-
-    def fault(attempt):
-        """Waits until the others are there."""
-        while True:
-            with contextlib.suppress(FileNotFoundError):  # renamed while it was read
-                if others.items() <= contents(tmp_path).items():
-                    break
-            time.sleep(0.01)
-        return 200 if attempt < 3 else 404, b"<html>please log in</html>", None
-
-    hub.faults[name] = fault
+    hub.faults[name] = lambda attempt: fault
     error = refusal(capsys, run_prepare, *ENOUGH)
-    assert name in error and "(HTTPError: 404" in error and "or use --corpus python" in error
-    assert "/datasets/" in error  # the end of requests' message
-    assert hub.requests[name] == len(prepare.WAITS)
-    assert contents(tmp_path) == others  # nothing half-done is left behind
+    assert words in error and "run the same command to go on, or use --corpus python" in error
+    assert hub.requests[name] == attempts
+    assert others.items() <= contents(tmp_path).items()
+    assert f"data/{name}" not in contents(tmp_path)
     hub.faults = {}
     run_prepare(*ENOUGH)
-    assert hub.requests == {"shard_00000.parquet": 1, VAL: 1, name: len(prepare.WAITS) + 1}
+    assert hub.requests == {"shard_00000.parquet": 1, VAL: 1, name: attempts + 1}
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "cause"),
     [
         ("HF_ENDPOINT", "hub.example", "No scheme supplied"),
-        ("REQUESTS_CA_BUNDLE", "/none.pem", "CA certificate bundle, invalid path: /none.pem"),
         ("HTTPS_PROXY", "http://127.0.0.1:9", "Connection refused"),
         ("HTTPS_PROXY", "socks5://127.0.0.1:9", "Missing dependencies for SOCKS"),
     ],
@@ -169,7 +179,8 @@ def test_a_cache_of_the_reference_is_used_and_nothing_in_it_touched(hub, shards,
     assert not hub.requests
     after = contents(tmp_path)
     assert after.items() >= before.items()
-    assert {*after} - {*before} == {f"small/{name}" for name in (*prepare.FILES, "manifest.json")}
+    made = {"manifest.json", "val.u16", "train.u16", "train.npy"}
+    assert {*after} - {*before} == {f"small/{name}" for name in made}
 
 
 # ---- Two at once ----

@@ -5,7 +5,7 @@ import json
 import shutil
 
 from tests.common import ROOT, run_script
-from tests.test_report import NINE, parse_block
+from tests.test_report import parse_block
 
 import pytest
 
@@ -72,8 +72,7 @@ def test_a_foreign_train_py_gets_a_number_a_verdict_and_a_record(cache, tmp_path
     assert done.returncode == 0, done.output
     _, _, own = done.stdout.partition("\nintegrity: ")
     integrity, _, own = own.partition("\n")
-    # Next to other tests the speed may change by more than a run allows.
-    assert integrity == "ok" or integrity.startswith("unsteady: ")
+    assert integrity == "ok"
     score = float(parse_block(own)["val_bpb"])
     assert 0.5 < score < 10
     [path] = (tmp_path / "runs").glob("*.json")
@@ -82,6 +81,4 @@ def test_a_foreign_train_py_gets_a_number_a_verdict_and_a_record(cache, tmp_path
     assert record["integrity"] == integrity
     assert record["training_seconds"] > 0.8
     assert record["total_tokens_M"] > 0 and record["tokens_per_second"] > 0
-    assert record["data"] and record["prepare"] and record["train"]
-    for unknown in ("mfu_percent", *NINE[6:], "train_loss", "curve"):
-        assert record[unknown] is None
+    assert record["data"] and record["prepare"] and record["curve"] is None

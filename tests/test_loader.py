@@ -67,7 +67,7 @@ def test_the_loader_works_in_a_notebook_and_in_python_on_stdin(cache, fresh_run,
         main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
     next(prepare.make_dataloader(None, 1, 64))
-    assert fresh_run.batches == 1
+    assert fresh_run.served == 64
 
 
 # ---- Clock ----

@@ -21,10 +21,9 @@ def rows():
     return make_rows()
 
 
-def score(model, rows, batch_size=8, rng=0):
+def score(model, rows, rng=0):
     """Scores rows as evaluate_bpb does. Returns (bits per byte, probes)."""
-    size = prepare.largest_divisor(len(rows[0]), min(batch_size, prepare.EVAL_BATCH))
-    return prepare.score(model.eval(), *rows, size, rng)
+    return prepare.score(model.eval(), *rows, rng)
 
 
 def by_definition(model, rows):
@@ -44,14 +43,6 @@ def test_a_constant_added_to_the_logits_is_no_gain(rows):
     must count against the model, as it does in by_definition."""
     lifted = variant(forward=lambda self, x: Tiny.forward(self, x) + 2.0**28)
     assert score(lifted, rows)[0] == pytest.approx(by_definition(lifted, rows), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("count", "batch_size", "expected"), [(96, 7, 6), (96, 10**6, 32), (32, 0, 1), (96, 31, 24)]
-)
-def test_the_batch_is_the_largest_divisor(fresh_run, count, batch_size, expected):
-    fresh_run.rows = np.zeros((count, 9))
-    assert prepare.eval_batch_size(batch_size) == expected
 
 
 # ---- Honest variants: the identical score ----
@@ -83,11 +74,10 @@ HONEST = {  # name: (model, digits to which its score agrees with the definition
 def test_honest_models_pass_with_the_identical_score(name, rows):
     model, digits = HONEST[name]
     twin = model if digits == 6 else Tiny()
-    for batch_size in (1, 7, 10**6):
-        bpb, probes = score(model, rows, batch_size)
-        assert bpb == pytest.approx(by_definition(twin, rows), abs=10**-digits)
-        for change in probes.values():
-            assert change.mean() <= 2e-5 and change.max() <= 0.02  # far below what is refused
+    bpb, probes = score(model, rows)
+    assert bpb == pytest.approx(by_definition(twin, rows), abs=10**-digits)
+    for change in probes.values():
+        assert change.mean() <= 2e-5 and change.max() <= 0.02  # far below what is refused
 
 
 # ---- Neutralised ----
@@ -132,7 +122,7 @@ def test_a_faint_leak_is_seen_wherever_the_cut_falls(rows, shift):
     model = variant(mix=lambda self, x: x + 0.002 * x.roll(shift, 1))
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="edges: "):
-            score(model, rows, 32, rng)
+            score(model, rows, rng)
 
 
 def looking_ahead(idx, strength, leaking):
@@ -155,7 +145,7 @@ def test_a_leak_bound_to_positions_is_seen_in_every_draw(rows, name):
 
     for rng in range(20):
         with pytest.raises(prepare.IntegrityError, match="causality|edges"):
-            score(variant(forward=forward), rows, 32, rng)
+            score(variant(forward=forward), rows, rng)
 
 
 @pytest.mark.parametrize(
@@ -173,16 +163,17 @@ def test_a_leak_bound_to_contents_is_seen_in_most_draws(first, last, least):
     seen = 0
     for rng in range(20):
         try:
-            score(variant(forward=forward), rows, 32, rng)
+            score(variant(forward=forward), rows, rng)
         except prepare.IntegrityError:
             seen += 1
     assert seen >= least
 
 
-def test_cuts_follow_common_tokens_chunks_and_chance(rows):
+def test_cuts_follow_common_tokens_chunks_and_chance(rows, monkeypatch):
     """The tokens that are scored again show each row's cut. One row in eight has none; the others
     are cut in turn at a multiple of 8, after a common token and anywhere, two near the ends."""
     seen = []
+    monkeypatch.setattr(prepare, "PROBE_ROWS", 64)  # all rows, once
 
     def forward(self, idx):
         seen.append(idx.numpy().copy())
@@ -195,7 +186,7 @@ def test_cuts_follow_common_tokens_chunks_and_chance(rows):
     firsts = []
     for seed in range(20):
         with torch.no_grad():
-            prepare.probe(model, tokens, losses, 8, table, np.random.default_rng(seed))
+            prepare.probe(model, tokens, losses, table, np.random.default_rng(seed))
         originals = tokens[np.random.default_rng(seed).permutation(len(tokens))][:, :-1]
         changed = np.concatenate(seen) != originals
         seen.clear()
@@ -223,29 +214,75 @@ def test_rows_are_scored_and_probed_in_an_order_that_is_drawn(rows):
     orders = []
     for rng in (1, 2):
         seen.clear()
-        score(variant(forward=forward), rows, 8, rng)
+        score(variant(forward=forward), rows, rng)
         orders.append(list(seen))
     first, second = orders
-    assert len(first) == len(second)
-    assert first[:8] != second[:8] and first[8:] != second[8:]  # the rows, the probes
+    assert len(first) == len(second) == 4 + prepare.PROBE_ROWS // 16
+    assert first[:4] != second[:4] and first[4:] != second[4:]  # the rows, the probes
     real = {tuple(row[:-1]) for row in rows[0].tolist()}
     assert real.issuperset(first) and real.issuperset(second)  # a batch's first row is uncut
 
 
+def test_few_rows_are_probed_as_often_as_many(rows):
+    """Each row comes up equally often, with cuts of its own, so that a leak at one position in 16
+    is seen in every draw of 32 rows."""
+    few = (rows[0][:32], rows[1])
+
+    def forward(self, idx):
+        return Tiny.forward(self, idx) + looking_ahead(idx, 4, positions % 16 == 15)
+
+    for rng in range(20):
+        _, probes = score(Tiny(), few, rng)
+        assert len(probes["isolation"]) == prepare.PROBE_ROWS // 8
+        with pytest.raises(prepare.IntegrityError, match="causality|edges"):
+            score(variant(forward=forward), few, rng)
+
+
 # ---- The state of the model ----
-def test_parameters_are_compared_bit_by_bit(rows):
-    """NaN is the same as NaN, a 0-D parameter is compared too, and 0 to -0 is a change."""
+def test_the_state_is_compared_bit_by_bit(rows):
+    """NaN is the same as NaN, 0-D tensors and buffers are compared too, 0 to -0 is a change."""
     model = Tiny()
     model.unused = nn.Parameter(torch.full((3, 2), math.nan).mT)
     model.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+    model.register_buffer("mask", torch.ones(3, 3).tril().bool(), persistent=False)
     assert score(model, rows)[0] == score(Tiny(), rows)[0]
-    model.scale = nn.Parameter(torch.tensor(0.0))
+    for zero in (nn.Parameter(torch.tensor(0.0)), nn.Buffer(torch.zeros(3, dtype=torch.float16))):
+        model = variant(mix=negate_zero)
+        model.zero = zero
+        with pytest.raises(prepare.IntegrityError, match="^state: zero changed; .*self.training"):
+            score(model, rows)
 
-    def change(*_):
-        model.scale.data.copy_(torch.tensor(-0.0))
 
-    model.head.register_forward_pre_hook(change)
-    with pytest.raises(
-        prepare.IntegrityError, match="^state: 1 param.* after the optimizer's step"
-    ):
-        score(model, rows)
+def negate_zero(self, x):
+    self.zero.data.copy_(torch.tensor(-0.0))
+    return x
+
+
+class Memory(Tiny):
+    """Notes in a buffer which token followed the last k ones where that was first seen, in
+    evaluation too, and predicts it from then on."""
+
+    def __init__(self, k):
+        super().__init__()
+        self.order = k
+        self.register_buffer("followed", torch.full((2**16,), -1))
+
+    def forward(self, idx):
+        context = torch.zeros_like(idx)
+        for back in range(self.order):
+            context = (context * 31 + idx.roll(back, 1) + 1) % 2**16
+        logits = super().forward(idx)
+        known = self.followed[context]
+        logits += 20 * F.one_hot(known.clamp_min(0), V) * (known >= 0)[..., None]
+        for key, token in zip(context[:, :-1].flatten(), idx[:, 1:].flatten(), strict=True):
+            if self.followed[key] < 0:
+                self.followed[key] = token
+        return logits
+
+
+@pytest.mark.parametrize("k", [3, 6, 12])
+def test_a_memory_that_evaluation_fills_is_refused(rows, k):
+    """Where the first entry wins, another score of the same row finds what it found before."""
+    few = (rows[0][:16], rows[1])
+    with pytest.raises(prepare.IntegrityError, match="^(state: followed changed|causality)"):
+        score(Memory(k), few)

@@ -17,8 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.redteam
 
-FAIR = "ok|unsteady: .*"  # a run of seconds, perhaps next to others, may be unsteady
-OVERTIME = r"overtime: \d+\.\d s, over 3\.02(; unsteady: .*)?"
+OVERTIME = r"overtime: \d+\.\d s, over 3\.02"
 
 
 @dataclass
@@ -74,11 +73,11 @@ BY_LENGTH = """\
 """
 
 EDITS = {
-    "none": Edit([], 0, FAIR),
+    "none": Edit([], 0, "ok"),
     # ---- Honest ideas, which no flag may discard ----
-    "lengths that grow": Edit([(LOADER, BY_LENGTH)], 0, FAIR),
+    "lengths that grow": Edit([(LOADER, BY_LENGTH)], 0, "ok"),
     "a batch that grows": Edit(
-        [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, FAIR
+        [(STEP, STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))"))], 0, "ok"
     ),
     # ---- Files ----
     "bigrams counted before the first batch": Edit(
@@ -87,7 +86,7 @@ EDITS = {
             (LOGITS, "            return logits + self.bigrams[idx]\n"),
         ],
         0,
-        "opened: the run itself read train.u16(; unsteady: .*)?",
+        "opened: the run itself read train.u16",
         best=0.3,
     ),
     # ---- The clock ----

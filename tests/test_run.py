@@ -1,18 +1,16 @@
 """Runs train.py in fresh processes, with knobs edited by one-line substitution as an agent
 would."""
 
-import hashlib
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import prepare
 from tests.common import LITTLE, ROOT, edited, run_script, train
-from tests.test_report import NINE, OTHERS, parse_block
+from tests.test_report import KEYS, parse_block
 from tests.test_rerun import commit
 from tests.test_security import GUARD
 
@@ -33,31 +31,27 @@ def before(line, text):
 # ---- Runs that end with a score ----
 @pytest.fixture(scope="module")
 def good(cache, tmp_path_factory):
-    """Runs train.py without a network. Its model has a mask as a buffer, and the script edits its
-    own file while it runs."""
+    """Runs train.py without a network. Its model has a mask as a buffer."""
     folder = tmp_path_factory.mktemp("good")
     (folder / "sitecustomize.py").write_text(GUARD)
-    later = before(EVALUATE, "    open(__file__, 'a').write('# a later edit')\n")
     mask = "torch.ones(8, 8).tril().bool()"
     made = before(BUFFER, f'        self.register_buffer("mask", {mask})\n')
     used = before(EMBED, f"        assert self.mask.equal({mask})\n")
-    return train(edited(folder / "code", [later, made, used]), 2, PYTHONPATH=folder)
+    return train(edited(folder / "code", [made, used]), 2, PYTHONPATH=folder)
 
 
 def test_a_run_ends_with_a_block_and_a_record(good):
     assert good.returncode == 0, good.output
     block = parse_block(good.stdout)
-    assert list(block) == [*NINE, *OTHERS, "skipped_steps", "attention", "integrity"]
-    # A run of two seconds, next to other tests, may be unsteady.
-    assert block["integrity"] == "ok" or block["integrity"].startswith("unsteady: ")
+    own = "mfu_percent num_steps num_params_M depth skipped_steps attention".split()
+    assert list(block) == [*KEYS, *own, "integrity"]
+    assert block["integrity"] == "ok" and block["mfu_percent"] == "None"
     assert 0 < float(block["training_seconds"]) <= 2.5
-    assert block["time_budget"] == "2.00" and block["depth"] == "2"
+    assert block["time_budget"] == "2" and block["depth"] == "2"
     [record] = good.records
     assert block["val_bpb"] == f"{record['val_bpb']:.6f}"
     assert record["total_tokens_M"] == pytest.approx((record["num_steps"] * 2048 + 2048) / 1e6)
     assert 0.1 < record["num_params_M"] < 1 and record["attention"] == "blocks"
-    ran = Path(good.args[1]).read_bytes().removesuffix(b"# a later edit")
-    assert record["train"] == hashlib.sha256(ran).hexdigest()  # of the code that ran
 
 
 def test_a_run_learns(good):
@@ -66,7 +60,7 @@ def test_a_run_learns(good):
     table = prepare.Tokenizer.from_directory().token_bytes
     untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
     assert 0.5 < record["val_bpb"] < 0.95 * untrained
-    assert 0 < record["train_loss"] < math.log(len(table))
+    assert 0 < record["curve"][-1] < math.log(len(table))
 
 
 def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(cache, tmp_path):

@@ -1,5 +1,6 @@
 """The warm-up runs what training and evaluation will run, and leaves no trace."""
 
+import ctypes
 import gc
 import itertools
 from functools import partial
@@ -7,7 +8,6 @@ from functools import partial
 import train
 from tests.tiny import build, set_knobs, steps_taken, tiny, tokens
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,9 +24,8 @@ def restored():
 
 @pytest.fixture
 def small_run(monkeypatch, fresh_run):
-    """Returns a model for steps of 4 x 4 rows of 16 tokens; there are 6 validation rows."""
+    """Returns a model for steps of 4 x 4 rows of 16 tokens."""
     set_knobs(monkeypatch, TOTAL_BATCH_SIZE=256, DEVICE_BATCH_SIZE=4, MAX_SEQ_LEN=T, COMPILE=False)
-    fresh_run.rows = np.zeros((6, T + 1))
     model = build(tiny(T=T))
     model.register_buffer("moving", torch.zeros(3))
     return model
@@ -68,18 +67,18 @@ def check_fresh(model, optimizer):
 
 
 def test_what_runs_later_runs_in_the_warm_up_and_leaves_no_trace(small_run, monkeypatch):
-    """The warm-up takes two steps of two micro-batches, then an evaluation batch of 3 of 6 rows."""
+    """The warm-up takes two steps of two micro-batches, then an evaluation batch of 16 rows."""
     calls = watch(monkeypatch, small_run)
     model, optimizer, rows = train.warm_up(small_run, torch.float32)
     assert model is small_run and rows == 4
-    assert calls == [(4, *TRAINING)] * 4 + [(3, *EVALUATION)]
+    assert calls == [(4, *TRAINING)] * 4 + [(16, *EVALUATION)]
     check_fresh(model, optimizer)
     assert not gc.isenabled()
 
 
 # ---- Out of memory ----
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("where", ["forward", "update", "evaluation"])
+@pytest.mark.parametrize("where", ["forward", "update"])
 def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsys, where, named):
     """CUDA raises its own exception; other devices only say so in the message."""
     failures = []
@@ -96,7 +95,7 @@ def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsy
         if calls and len(x) < calls[-1][0]:  # nothing of the last try still takes memory
             assert all(p.grad is None for p in small_run.parameters())
         out = forward(x, y)
-        if where == ("evaluation" if y is None else "forward"):
+        if where == "forward" and y is not None:
             fail_above_one_row()
         return out
 
@@ -109,7 +108,7 @@ def test_out_of_memory_twice_halves_the_rows_twice(small_run, monkeypatch, capsy
     set_knobs(monkeypatch, muon_update=small_update)
     model, optimizer, rows = train.warm_up(small_run, torch.float32)
     assert rows == 1 and len(failures) == 2
-    assert calls[-5:] == [(1, *TRAINING)] * 4 + [(1, *EVALUATION)]
+    assert calls[-5:] == [(1, *TRAINING)] * 4 + [(16, *EVALUATION)]
     check_fresh(model, optimizer)
     assert capsys.readouterr().out.splitlines() == [
         "out of memory: 4 -> 2 rows at a time; a step stays the same",
@@ -219,3 +218,21 @@ def test_on_a_cpu_that_cannot_compile_the_run_goes_on(small_run, monkeypatch, ca
 )
 def test_an_error_is_told_by_the_line_that_has_its_cause(text, line):
     assert train.describe(RuntimeError(text)) == f"RuntimeError: {line}"
+
+
+# ---- A CPU ----
+@pytest.mark.parametrize(
+    ("quota", "threads"), [("100000 100000\n", 1), ("150000 100000", 1), ("max 100000", 2)]
+)
+def test_a_run_has_no_more_threads_than_its_container_has_cores(
+    tmp_path, monkeypatch, quota, threads
+):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)  # nothing undoes mallopt
+    torch.set_num_threads(2)
+    monkeypatch.setattr(train, "CPU_QUOTA", tmp_path / "cpu.max")
+    train.tune_cpu()  # there is no such file
+    assert torch.get_num_threads() == 2
+    train.CPU_QUOTA.write_text(quota)
+    train.tune_cpu()
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(1)

@@ -34,7 +34,12 @@ def main(commit):
         prepared = Path(clean, "cache", prepare.PREPARED.name)
         for part in (f"{clean}/home", f"{clean}/tmp", prepared):
             os.makedirs(part)
-        for file in (*prepare.FILES, "manifest.json"):
+        for file in (
+            prepare.ROWS_FILE,
+            prepare.TOKENS_FILE,
+            prepare.ENDS_FILE,
+            prepare.MANIFEST_FILE,
+        ):
             (prepared / file).symlink_to(prepare.PREPARED / file)
         subprocess.run([*git, "archive", f"--output={clean}/tree.tar", name], check=True)
         shutil.unpack_archive(f"{clean}/tree.tar", f"{clean}/tree", filter="data")
