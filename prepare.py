@@ -59,9 +59,6 @@ def fail(sentence, code=2):
 
 # ---- Device and profile ----
 DRIVER_FILES = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Linux and on WSL
-# What does not begin like a GPU's number or name leaves none: "", -1, Slurm's NoDevFiles.
-gpu_wanted = re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-usable = not gpu_wanted or not any(map(os.path.exists, DRIVER_FILES))
 DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 DEVICE_NAME = DEVICE.type
 PROFILE = "small"
@@ -69,11 +66,15 @@ if torch.cuda.is_available():
     DEVICE = torch.device("cuda")
     gpu = torch.cuda.get_device_properties(DEVICE)
     DEVICE_NAME = gpu.name
-    usable = (gpu.major, gpu.minor) >= (7, 5)  # Turing, the oldest that this torch supports
     PROFILE = "full" if gpu.total_memory >= 40e9 else "medium"
-elif os.path.exists("/proc/cpuinfo"):
-    model_line = re.search("model name.*: (.+)", Path("/proc/cpuinfo").read_text())
-    DEVICE_NAME = model_line[1] if model_line else "cpu"  # ARM's kernel tells none
+    usable = (gpu.major, gpu.minor) >= (7, 5)  # Turing, the oldest that this torch supports
+else:
+    # What does not begin like a GPU's number or name leaves none: "", -1, Slurm's NoDevFiles.
+    gpu_wanted = re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    usable = not gpu_wanted or not any(map(os.path.exists, DRIVER_FILES))
+    if os.path.exists("/proc/cpuinfo"):
+        model = re.search("model name.*: (.+)", Path("/proc/cpuinfo").read_text())
+        DEVICE_NAME = model[1] if model else "cpu"  # ARM's kernel tells none
 if not usable:
     fail(
         "torch cannot use the GPU here; update its driver (to 580 or newer), or set "
@@ -107,9 +108,9 @@ SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-ENCODED_CHARS = 200_000  # at a time: a million spaces overflow the stack of the regex engine
-TOKENIZER_DOC_CHARS = 10_000  # of each document, to train the tokenizer
-TOKENIZER_CHARS = 1_000_000_000  # in all
+ENCODED_CHARS = 200_000  # encoded at a time: a million spaces overflow the regex engine's stack
+TOKENIZER_DOC_CHARS = 10_000  # that the tokenizer's training reads of each document
+TOKENIZER_CHARS = 1_000_000_000  # that it reads in all
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 CLIMBMIX_VAL = 6542  # the last shard is for validation: nothing trains on it
 CLIMBMIX_SHARDS = 20  # for training, by default
@@ -119,7 +120,8 @@ PACKAGES = """
 SKIPPED_FOLDERS = ["site-packages", "dist-packages", "test", "tests"]
 PYTHON_SHARDS = 8  # of the embedded corpus, for training
 
-RECIPE = [2, MAX_SEQ_LEN, EVAL_TOKENS, EVAL_BATCH, VOCAB_SIZE]  # raise the 2 if code changes a file
+RECIPE_VERSION = 2  # raise it if a change to the code below changes a file
+RECIPE = [RECIPE_VERSION, MAX_SEQ_LEN, EVAL_TOKENS, EVAL_BATCH, VOCAB_SIZE]
 RECIPE += [BUFFER_DOCS, SPECIAL_TOKENS, SPLIT_PATTERN, ENCODED_CHARS, TOKENIZER_DOC_CHARS]
 RECIPE += [TOKENIZER_CHARS, CLIMBMIX, CLIMBMIX_VAL, PACKAGES, SKIPPED_FOLDERS, PYTHON_SHARDS]
 RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
@@ -141,11 +143,7 @@ MANIFEST_FILE = "manifest.json"  # all that is small, see `build`
 
 
 def load_manifest():
-    """Returns the manifest, or {} if there is none."""
-    try:
-        return json.loads((PREPARED / MANIFEST_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
+    return json.loads((PREPARED / MANIFEST_FILE).read_text())
 
 
 def data_hash(rows, manifest):
@@ -171,24 +169,24 @@ def lock(folder):
 
 # ---- Tokenizer ----
 class Tokenizer:
-    """Byte-level BPE over `vocabulary`, a list of bytes; the special tokens follow. `token_bytes`,
-    int32 [V], counts the raw bytes of each token, 0 for special tokens. Decoded text would
-    miscount: a token that holds part of a character decodes to U+FFFD, which is three bytes."""
+    """Byte-level BPE over `vocabulary`, a list of bytes in hex; the special tokens follow.
+    `token_bytes`, int32 [V], counts the raw bytes of each token, 0 for special tokens. Decoded text
+    would miscount: a part of a character decodes to U+FFFD, which is three bytes."""
 
     def __init__(self, vocabulary):
-        special = {name: len(vocabulary) + i for i, name in enumerate(SPECIAL_TOKENS)}
-        ranks = {token: i for i, token in enumerate(vocabulary)}
+        ranks = {bytes.fromhex(token): i for i, token in enumerate(vocabulary)}
+        special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self.bos = special[SPECIAL_TOKENS[0]]
         self.encoding = tiktoken.Encoding(
             "autoresearch", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
-        lengths = [len(token) for token in vocabulary]
+        lengths = [len(token) for token in ranks]
         self.token_bytes = np.array(lengths + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
 
     @classmethod
     def from_directory(cls, directory=None):
         """Returns the tokenizer of the prepared text. `directory` is ignored."""
-        return cls([bytes.fromhex(token) for token in load_manifest()["vocabulary"]])
+        return cls(load_manifest()["vocabulary"])
 
     def get_vocab_size(self):
         return self.encoding.n_vocab
@@ -264,12 +262,12 @@ def read_prepared():
         _run.rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
         _run.tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
         _run.ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
+        # The manifest last: if the folder was replaced meanwhile, it will not fit the rows.
+        _run.manifest = load_manifest()
     except (OSError, ValueError, EOFError):
         return False
     finally:
         _run.reading = False
-    # Last, since it does not fit the rows if a preparation has replaced the folder meanwhile.
-    _run.manifest = load_manifest()
     if _run.manifest.get("recipe") != RECIPE or _run.ends[-1] != len(_run.tokens):
         return False
     return _run.manifest["data"] == data_hash(_run.rows, _run.manifest)
@@ -307,7 +305,7 @@ def start():
     script = getattr(sys.modules["__main__"], "__file__", "")
     if os.path.isfile(script):  # a notebook has none
         lock_run(os.path.dirname(os.path.abspath(script)))
-    _run.token_bytes = Tokenizer.from_directory().token_bytes
+    _run.token_bytes = Tokenizer(_run.manifest["vocabulary"]).token_bytes
     _run.commit = current_commit()
     settings = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
     print(f"run: {settings}, {DEVICE_NAME}", flush=True)
@@ -316,7 +314,8 @@ def start():
 
 # ---- Loader and clock ----
 def elapsed():
-    """Returns the seconds of training, from the first batch to evaluation."""
+    """Returns the seconds of training, from the first batch to evaluation. train.py stops when they
+    reach TIME_BUDGET; whatever happens in between counts."""
     if _run.began is None:
         return 0.0
     return (_run.ended or _now()) - _run.began
@@ -333,12 +332,13 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
     2. Place the longest that fits into the rest of the row; ties go to the oldest.
     3. If none fits, crop the shortest to fill the row, and drop its tail.
 
-    So each row begins with a document, and none is padded. The price is the text that is dropped:
-    with rows of 513 tokens 27 % of the embedded corpus, whose documents have 633 tokens on average,
-    and 71 % of an English text, whose documents have 1280."""
+    Each row begins with a document, and none is padded. The price is the text that is dropped: with
+    rows of 513 tokens 27 % of the embedded corpus (633 tokens per document), and 71 % of an English
+    text (1280)."""
     source = enumerate(documents)
-    waiting = []  # (length, number, document), sorted; the number breaks ties, so that arrays are
-    length_of = itemgetter(0)  # never compared
+    # (length, number, document), sorted. The number breaks ties, so that arrays are never compared.
+    waiting = []
+    length_of = itemgetter(0)
     while True:
         row = np.empty(row_len, dtype=np.uint16)
         filled = 0
@@ -369,8 +369,8 @@ def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     def read_documents():
         nonlocal epoch
         count = len(_run.ends) - 1
-        shards = _run.manifest["shards"]
-        first = shards[SEED % len(shards)]  # begins at the shard that the seed picks
+        firsts = _run.manifest["first_documents"]
+        first = firsts[SEED % len(firsts)]  # begins at the shard that the seed picks
         while True:
             epoch += 1
             for k in range(count):
@@ -468,15 +468,15 @@ def draw_cuts(tokens, rng):
         places = np.flatnonzero(tokens[i, : T - 1] == token)
         if len(places):
             cuts[i] = rng.choice(places) + 1
-    cuts[2] = 2
+    cuts[2] = 2  # rows 2 and 5 are else cut anywhere
     cuts[5] = T - 1
     return cuts
 
 
 def probe(model, rows, losses, token_bytes, rng):
-    """Scores PROBE_ROWS rows again, some repeatedly if there are fewer. In seven of eight, another
-    row's tokens replace all inputs from a cut on. Losses before the cut must not change
-    (`causality`; `edges` are the first and the last), nor those of the eighth row, which stays
+    """Scores PROBE_ROWS rows again, some repeatedly if there are fewer. Except in each eighth row,
+    another row's tokens replace all inputs from a cut on. Losses before the cut must not change
+    (`causality`; `edges` are the first and the last), nor those of the rows without a cut
     (`isolation`). Returns {probe: absolute changes, nats}."""
     rounds = math.ceil(PROBE_ROWS / len(rows))
     chosen = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:PROBE_ROWS]
@@ -522,9 +522,9 @@ def state_hashes(model):
 @torch.no_grad()
 def score(model, rows, token_bytes, rng=None):
     """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1]; EVAL_BATCH
-    divides N. Returns (bits per byte, what `probe` returns). The order of the rows and the cuts are
-    drawn anew each time, so that no model can foresee them; bits per byte do not depend on them.
-    Raises IntegrityError."""
+    divides N. Returns the bits per byte, which are all targets' cross-entropy in bits divided by
+    their raw bytes, and what `probe` returns. The order of the rows and the cuts are drawn anew
+    each time, so that no model can foresee them. Raises IntegrityError."""
     before = state_hashes(model)
     if not before:
         raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
@@ -554,11 +554,11 @@ def score(model, rows, token_bytes, rng=None):
 
 @torch.no_grad()
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
-    """Ends the run: stops the clock, scores the model on all validation rows, prints the final
-    block, with `stats` in it, and records it. Returns bits per byte. `tokenizer` and `batch_size`
-    are ignored. If the score cannot be trusted, prints `val_bpb: nan` and `integrity: FAIL ...` and
-    exits with 3. tools/rerun.py shows what a process cannot check from inside, such as weights that
-    an earlier run saved."""
+    """Ends the run: stops the clock, scores the model, which is called as model(x) and returns
+    logits, on all validation rows, prints the final block, with `stats` in it, and records it.
+    Returns bits per byte. `tokenizer` and `batch_size` are ignored. If the score cannot be trusted,
+    prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3. tools/rerun.py shows what a
+    process cannot check from inside, such as weights that an earlier run saved."""
     model.eval()
     if DEVICE.type != "cpu":
         torch.accelerator.synchronize()  # queued work counts as training
@@ -569,7 +569,7 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
             raise IntegrityError("loader: make_dataloader never served a batch in this process")
         _run.ended = _now()
         print(f"evaluating on {len(_run.rows)} rows", flush=True)
-        val_bpb, _ = score(model, _run.rows, _run.token_bytes)
+        val_bpb, _probes = score(model, _run.rows, _run.token_bytes)
     except IntegrityError as error:
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
@@ -608,9 +608,9 @@ def peak_memory():
     """Returns bytes: allocated on a GPU, otherwise resident."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    if sys.platform == "linux":  # where ru_maxrss may be that of a larger parent process
-        [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(peak) * 2**10
+    with contextlib.suppress(OSError, IndexError):  # ru_maxrss may be that of a parent on Linux
+        peaks = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(peaks[0]) * 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -679,8 +679,8 @@ def read_shard(shard):
 
 
 # ---- ClimbMix ----
-# Waits 0, 4, 8 and 16 s, or as long as the server says.
-RETRIES = Retry(4, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
+# Waits 0, 6 and 12 s, or as long as the server says.
+RETRIES = Retry(3, backoff_factor=3, status_forcelist=(429, 500, 502, 503, 504))
 
 
 def download(path):
@@ -690,19 +690,20 @@ def download(path):
     token = os.environ.get("HF_TOKEN")
     part = path.with_name(f".{path.name}.part")
     session = requests.Session()
-    session.mount(host, HTTPAdapter(max_retries=RETRIES))
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(max_retries=RETRIES))
     if token:
         session.headers["Authorization"] = f"Bearer {token}"
     attempts = 0
     while not path.exists():
-        attempts += 1  # RETRIES do not cover a body that is cut off
+        attempts += 1  # since RETRIES do not cover a body that is cut off
         try:
             with session.get(url, stream=True, timeout=60) as reply, open(part, "wb") as file:
                 reply.raise_for_status()
                 file.writelines(reply.iter_content(2**20))
             pq.read_metadata(part)  # refuses a login page
             part.replace(path)
-        except (requests.exceptions.ChunkedEncodingError, pa.ArrowInvalid):
+        except (requests.RequestException, pa.ArrowInvalid):
             if attempts == 3:
                 raise
 
@@ -756,7 +757,7 @@ def python_corpus():
 
 # ---- Choice of the corpus ----
 def find_shards(corpus):
-    """Returns the shards of a number of ClimbMix's shards, of "python" or of a folder."""
+    """`corpus` is a number of shards of ClimbMix, "python" or a folder. Returns its shards."""
     if isinstance(corpus, int):
         return climbmix(corpus)
     if corpus == "python":
@@ -780,14 +781,15 @@ def tokenizer_texts(shards):
 
 
 def train_tokenizer(shards):
-    """Returns the vocabulary, a list of bytes."""
+    """Returns the vocabulary, a list of bytes in hex."""
     if not any(tokenizer_texts(shards)):
-        fail("the training shards hold no text; check their column `text`, or raise --num-shards.")
+        fail("the training shards hold no text; check their column `text`.")
     print(f"training a tokenizer of {VOCAB_SIZE} tokens", flush=True)
     trainer = rustbpe.Tokenizer()
     size = VOCAB_SIZE - len(SPECIAL_TOKENS)
     trainer.train_from_iterator(tokenizer_texts(shards), size, pattern=SPLIT_PATTERN)
-    return [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=itemgetter(1))]
+    ranks = sorted(trainer.get_mergeable_ranks(), key=itemgetter(1))
+    return [bytes(token).hex() for token, _ in ranks]
 
 
 # ---- Tokens: made once, and not in each of a night's hundred runs ----
@@ -827,8 +829,7 @@ def write_tokens(shards, tokenizer, folder):
 
 # ---- Commands ----
 def build(corpus, folder):
-    """Makes the files of a corpus in a new folder, and last the manifest, which holds all that is
-    small: what the files were made by and of, and the vocabulary, each token in hex."""
+    """Makes the files of a corpus in a new folder, the manifest last."""
     shards = find_shards(corpus)
     folder.mkdir()
     vocabulary = train_tokenizer(shards[:-1])
@@ -838,9 +839,9 @@ def build(corpus, folder):
     manifest = {
         "recipe": RECIPE,
         "corpus": corpus,
-        "shards": first_documents,
+        "first_documents": first_documents,  # of each shard
         "training": [file_hash(folder / name) for name in (TOKENS_FILE, ENDS_FILE)],
-        "vocabulary": [token.hex() for token in vocabulary],
+        "vocabulary": vocabulary,
     }
     manifest["data"] = data_hash(rows, manifest)
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest) + "\n")
@@ -848,26 +849,28 @@ def build(corpus, folder):
 
 def prepare(args):
     """Does nothing if the corpus is prepared; --data-dir always prepares, since its text may have
-    changed. The files are made in a new folder, and only then it takes the place of the old one,
-    so that no run sees a mixture. Runs keep what they have opened."""
+    changed. A new folder is made and then takes the place of the old one, so that no run sees a
+    mixture. Runs keep what they have opened."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PREPARED.name}.new")
     old = PREPARED.with_name(f"{PREPARED.name}.old")
     if old.exists() and not PREPARED.exists():
         old.rename(PREPARED)  # the last preparation was killed between its two renames
-    for left in (old, new):
-        shutil.rmtree(left, ignore_errors=True)
-    last = load_manifest().get("corpus")
+    for unfinished in (old, new):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    last = None
+    with contextlib.suppress(OSError, ValueError):
+        last = load_manifest().get("corpus")
     named = CLIMBMIX_SHARDS if args.corpus == "climbmix" else args.corpus
     usual = by_profile(full=CLIMBMIX_SHARDS, medium=CLIMBMIX_SHARDS, small="python")
-    corpus = args.data_dir or args.num_shards or named or last or usual
+    corpus = args.data_dir or args.num_shards or named or last or usual  # the first that there is
     if args.data_dir or corpus != last or not read_prepared():
         build(corpus, new)
         if PREPARED.exists():
             PREPARED.rename(old)  # fails if it is a mount point
         new.rename(PREPARED)
         shutil.rmtree(old, ignore_errors=True)
-        read_prepared()
+        read_prepared()  # for the line below
     print(
         f"ready: {PROFILE} profile, {len(_run.tokens) / 1e6:.1f} million training tokens, "
         f"{len(_run.rows)} validation rows; next: uv run train.py"

@@ -239,8 +239,8 @@ def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("last", "options", "built"),
     [
-        (None, (), "python"),
-        (None, ("--corpus", "climbmix"), 20),
+        ("", (), "python"),
+        ("", ("--corpus", "climbmix"), 20),
         (7, (), None),
         (7, ("--num-shards", 7), None),
         (7, ("--num-shards", -1), -1),

@@ -112,7 +112,11 @@ def test_peak_memory_is_torch_s_count_on_a_gpu_otherwise_the_process_s(monkeypat
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
     assert prepare.peak_memory() == 700
     monkeypatch.setattr(prepare, "DEVICE", torch.device("mps"))
-    monkeypatch.setattr(prepare.sys, "platform", "darwin")
+
+    def read_text(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", read_text)  # as on macOS
     monkeypatch.setattr(prepare.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=9))
     assert prepare.peak_memory() == 9
 

@@ -114,8 +114,8 @@ def test_faults_that_pass_are_overcome(hub, shards, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words", "attempts"),
     [
-        ((404, b"", None), "download: 404 Client Error", 1),
-        ((503, b"", None), "too many 503 error responses", 5),
+        ((404, b"", None), "download: 404 Client Error", 3),
+        ((503, b"", None), "too many 503 error responses", 12),
         ((200, b"<html>please log in</html>", None), "download: Parquet", 3),
         ((200, b"PAR1", 1000), "download: ('Connection broken: IncompleteRead", 3),
     ],
@@ -167,7 +167,9 @@ def test_the_last_choice_of_shards_holds(hub, monkeypatch):
         run_prepare()
     (prepare.PREPARED / "val.u16").unlink()
     run_prepare()
-    assert len(prepare.load_manifest()["shards"]) == 2 and set(hub.requests.values()) == {1}
+    assert len(prepare.load_manifest()["first_documents"]) == 2 and set(hub.requests.values()) == {
+        1
+    }
 
 
 def test_a_cache_of_the_reference_is_used_and_nothing_in_it_touched(hub, shards, tmp_path):

@@ -102,9 +102,8 @@ EDITS = {
         3,
         "FAIL causality: .*",
     ),
-    "a table made in the first forward pass of evaluation": Edit(
-        [(LOGITS, LATE_TABLE)], 0, OVERTIME
-    ),
+    # The clock has stopped, and 300 s of evaluation are allowed.
+    "a table made in the first forward pass of evaluation": Edit([(LOGITS, LATE_TABLE)], 0, "ok"),
     "training inside model.eval()": Edit([(CLASS, TRAINS_WHEN_TOLD)], 0, OVERTIME),
 }
 
