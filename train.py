@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 from prepare import (  # before torch: this starts the clock of total_seconds
     CACHE,
+    DEVICE,
     DEVICE_NAME,
     EVAL_BATCH,
     MAX_SEQ_LEN,
@@ -46,11 +47,11 @@ from torch import nn
 # fmt: off
 # Model
 DEPTH             = by_profile(full=8, medium=4, small=3)              # layers
-ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, at least
+ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, rounded up to heads
 HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
 WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated; the last is full
-SHORT_WINDOW      = by_profile(full=1024, medium=256, small=32)        # reach of S; 0: no limit
+SHORT_WINDOW      = by_profile(full=1024, medium=256, small=32)        # earlier tokens S sees; 0: all
 MLP_RATIO         = 4                                # hidden size of the MLP / width
 ROPE_BASE         = 10000                            # base of the rotary embedding (theta)
 LOGIT_SOFTCAP     = 15                               # tanh keeps logits within +-this; 0: off
@@ -59,7 +60,7 @@ VE_GATE_CHANNELS  = 32                               # input channels of its gat
 # Initialisation
 EMBEDDING_STD     = 1.0                              # wte, normal
 UNEMBEDDING_STD   = 0.001                            # lm_head, normal: the first loss is ln V
-MATRIX_SCALE      = 1.0                              # q, k, v, up, ve: within +-this * sqrt(3 / C)
+MATRIX_SCALE      = 1.0                              # q, k, v, up, ve: +-this * sqrt(3 / C)
 RESID_INIT        = 1.0                              # resid_lambdas: factor on the stream
 X0_INIT           = 0.1                              # x0_lambdas: share of x0 added; None: off
 # Batch
@@ -85,7 +86,6 @@ WARMUP_RATIO      = 0.0                              # share of TIME_BUDGET in w
 WARMDOWN_RATIO    = 0.5                              # share at the end in which it falls
 FINAL_LR_FRAC     = 0.0                              # final lr / peak lr
 # Run
-LOSS_SCALE        = 2**12                            # in fp16 keeps small gradients above 0
 ATTENTION         = "auto"                           # or fa3, varlen, blocks, sdpa
 CPU_QUERY_BLOCK   = 32                               # queries per block of attention on a CPU
 COMPILE           = True                             # False: slower, errors point at their line
@@ -93,8 +93,10 @@ COMPILE           = True                             # False: slower, errors poi
 
 
 # ---- Derived values ----
-def derive_config(vocab_size):
-    """The sizes of the model that follow from the knobs."""
+def derive_config(vocab_size, dtype):
+    """The sizes of the model that follow from the knobs, and the dtype of its activations."""
+    if not WINDOW_PATTERN or set(WINDOW_PATTERN) - set("SL"):
+        fail(f"WINDOW_PATTERN = {WINDOW_PATTERN!r} must consist of S and L; change it.")
     n_head = math.ceil(DEPTH * ASPECT_RATIO / HEAD_DIM)
     n_kv_head = KV_HEADS or n_head
     width = n_head * HEAD_DIM
@@ -103,6 +105,7 @@ def derive_config(vocab_size):
     pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
     short = SHORT_WINDOW or MAX_SEQ_LEN
     return SimpleNamespace(
+        dtype=dtype,
         vocab_size=vocab_size,
         sequence_len=MAX_SEQ_LEN,
         n_embd=width,
@@ -122,10 +125,15 @@ def largest_divisor(number, at_most):
 
 def rows_at_a_time(at_most):
     """The largest number of rows, up to `at_most`, that divides the batch."""
-    rows, rest = divmod(TOTAL_BATCH_SIZE, MAX_SEQ_LEN)
+    batch, rest = divmod(TOTAL_BATCH_SIZE, MAX_SEQ_LEN)
     if rest:
         fail(f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} must be a multiple of {MAX_SEQ_LEN} tokens.")
-    return largest_divisor(rows, at_most)
+    rows = largest_divisor(batch, at_most)
+    if rows < min(at_most, batch):
+        print(
+            f"rows at a time: {at_most} is rounded down to {rows}, which divides {batch} per step"
+        )
+    return rows
 
 
 def accumulation_steps(rows):
@@ -165,9 +173,19 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
+def look_up(embedding, idx):
+    """Returns embedding(idx). On a CPU by gather, whose gradient is not summed up by atomics: that
+    saves a twentieth of a step."""
+    if idx.device.type != "cpu":
+        return embedding(idx)
+    index = idx.flatten()[:, None].expand(-1, embedding.embedding_dim)
+    return embedding.weight.float().gather(0, index).view(*idx.shape, -1)
+
+
 class Attention(nn.Module):
-    """Causal self-attention with QK-norm (arXiv 2010.04245). In value layers an embedding of the
-    token, times a gate per key-value head, is added to the values (ResFormer, arXiv 2410.17897)."""
+    """Causal self-attention with QK-norm (arXiv 2010.04245). Every VE_EVERY-th layer adds to its
+    values a learned embedding of the token, scaled by a gate per key-value head (ResFormer, arXiv
+    2410.17897)."""
 
     def __init__(self, config, layer, attend):
         super().__init__()
@@ -189,6 +207,7 @@ class Attention(nn.Module):
         if self.gate is not None:
             gate = 2 * torch.sigmoid(self.gate(x[..., :VE_GATE_CHANNELS]))  # 1 at the start
             v = v + gate[..., None] * ve.view(v.shape)
+        # Without these norms set ATTENTION to "sdpa" on a CPU: exp in attend_blocks would overflow.
         q = rotate(norm(q), cos, sin)
         k = rotate(norm(k), cos, sin)
         y = self.attend(q, k, v, self.window)
@@ -241,7 +260,7 @@ class GPT(nn.Module):
         T = idx.shape[1]
         cos = self.cos[:T]
         sin = self.sin[:T]
-        x = norm(self.wte(idx).to(cos.dtype))
+        x = norm(look_up(self.wte, idx).to(self.config.dtype))
         x0 = x
         for i, block in enumerate(self.blocks):
             x = self.resid_lambdas[i] * x
@@ -249,7 +268,7 @@ class GPT(nn.Module):
                 x = x + self.x0_lambdas[i] * x0
             ve = None
             if i in self.config.value_layers:
-                ve = self.value_embeddings[str(i)](idx).to(x.dtype)
+                ve = look_up(self.value_embeddings[str(i)], idx).to(x.dtype)
             x = block(x, ve, cos, sin)
         x = norm(x)
 
@@ -276,16 +295,16 @@ def embeddings(model):
 
 
 @torch.no_grad()
-def initialise(model, dtype, seed):
-    """Sets every parameter and buffer. The embedding tables become bf16 if that is `dtype`; with
-    fp16 they stay fp32, or AdamW's second moments would underflow."""
+def initialise(model, seed):
+    """Sets every parameter and buffer. The embedding tables become bf16 if that is the dtype of
+    activations; with fp16 they stay fp32, or AdamW's second moments would underflow."""
     config = model.config
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     s = MATRIX_SCALE * math.sqrt(3 / config.n_embd)
-    if dtype == torch.bfloat16:
+    if config.dtype == torch.bfloat16:
         for embedding in embeddings(model):
-            embedding.to(dtype)  # in place
+            embedding.to(config.dtype)  # in place
 
     model.wte.weight.normal_(0, EMBEDDING_STD, generator=generator)
     model.lm_head.weight.normal_(0, UNEMBEDDING_STD, generator=generator)
@@ -308,8 +327,8 @@ def initialise(model, dtype, seed):
     frequency = ROPE_BASE ** -(torch.arange(0, config.head_dim, 2, device=device) / config.head_dim)
     position = torch.arange(config.sequence_len, device=device).float()
     angle = torch.outer(position, frequency)[:, None]  # [T, 1, D / 2]
-    model.cos = angle.cos().to(dtype)
-    model.sin = angle.sin().to(dtype)
+    model.cos = angle.cos().to(config.dtype)
+    model.sin = angle.sin().to(config.dtype)
 
 
 # ---- Parameter groups ----
@@ -381,15 +400,16 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
     have its shape, lr, decay, momentum and beta2 are 0-D.
 
     NorMuon (arXiv 2510.05491): the rows of an orthogonal update still differ in norm, so each is
-    divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1], and the update gets
-    its norm back. In a wide matrix this is done to columns, so `exp_avg_sq` is [K, 1, cols].
+    divided by the root of its running mean square, `exp_avg_sq` [K, rows, 1]; then the whole update
+    is rescaled to the norm it had. In a wide matrix this is done to columns, so `exp_avg_sq` is
+    [K, 1, cols].
     Cautious weight decay (arXiv 2510.12402): decay applies where the update shrinks the weight."""
     rows, cols = p.shape[-2:]
-    short_dim = -1 if rows >= cols else -2
+    reduced_dim = -1 if rows >= cols else -2
     exp_avg.lerp_(grad, 1 - momentum)
     nesterov = grad.lerp(exp_avg, momentum)
     update = orthogonalise(nesterov, dtype).float()
-    square = update.square().mean(short_dim, keepdim=True)
+    square = update.square().mean(reduced_dim, keepdim=True)
     exp_avg_sq.lerp_(square, 1 - beta2)
     scale = exp_avg_sq.clamp_min(eps).rsqrt()
     before = square.mean((-2, -1), keepdim=True)  # mean squares, before and after scaling
@@ -400,9 +420,9 @@ def muon_update(p, grad, exp_avg, exp_avg_sq, lr, decay, momentum, beta2, eps, d
 
 
 class MuonAdamW:
-    """Applies Muon or AdamW (arXiv 1711.05101) to each group, by its kind. torch's AdamW keeps
-    these group dictionaries, not copies, so it sees what set_schedules writes into them. `update`
-    is muon_update, compiled or not."""
+    """Applies Muon or AdamW (arXiv 1711.05101) to each group, by its kind. torch's AdamW keeps the
+    dictionaries it is given, so it sees the rates that set_schedules writes. `update` is
+    muon_update, compiled or not."""
 
     def __init__(self, groups, dtype, update=muon_update):
         self.param_groups = groups
@@ -410,8 +430,8 @@ class MuonAdamW:
         self.muon_groups = [g for g in groups if g["kind"] == "muon"]
         self.muon_update = update
         self.dtype = dtype
-        self.loss_scale = LOSS_SCALE if dtype == torch.float16 else 1
-        self.skipped_steps = 0
+        # Keeps small gradients in fp16 above 0:
+        self.scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype == torch.float16)
         for group in self.muon_groups:
             params = group["params"]
             rows, cols = params[0].shape
@@ -421,25 +441,14 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self):
-        """Updates every parameter and clears the gradients. In fp16 the gradients are LOSS_SCALE
-        times as large; if one has overflowed, the step is skipped."""
+        """Updates every parameter."""
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
             if p.grad is None:  # the parameter had no part in this step
                 p.grad = torch.zeros_like(p)
-        finite = True
-        if self.loss_scale != 1:
-            finite = nn.utils.get_total_norm([p.grad for p in params]).isfinite()
-            for p in params:
-                p.grad.div_(self.loss_scale)
-        if finite:
-            self.adamw.step()  # fused, it rounds a bf16 table once, after decay and update
-            for group in self.muon_groups:
-                self.step_muon(group)
-        else:
-            self.skipped_steps += 1
-        for p in params:
-            p.grad = None
+        self.adamw.step()  # fused, it rounds a bf16 table once, after decay and update
+        for group in self.muon_groups:
+            self.step_muon(group)
 
     def step_muon(self, group):
         params = group["params"]
@@ -488,10 +497,12 @@ def train_step(model, optimizer, batch, batches, micro_batches):
     for _ in range(micro_batches):
         inputs, targets, _ = batch
         loss = model(inputs, targets) / micro_batches
-        (loss * optimizer.loss_scale).backward()
+        optimizer.scaler.scale(loss).backward()
         total = total + loss.detach()
         batch = next(batches)
-    optimizer.step()
+    optimizer.scaler.step(optimizer)  # in fp16 it skips the step if a gradient has overflowed
+    optimizer.scaler.update()
+    model.zero_grad(set_to_none=True)
     return total, batch
 
 
@@ -514,30 +525,21 @@ def mfu_percent(flops_per_token):
 
 
 def train(model, optimizer, batches, micro_batches):
-    """Takes steps until the next one would not finish within TIME_BUDGET. Returns their number.
-    Reading a loss waits for the GPU, so each loss is read only after the next step's launch."""
+    """Takes steps until TIME_BUDGET is over. Returns their number. Reading a loss waits for the
+    GPU, so each loss is read only after the next step's launch."""
     step = 0
     loss = None
-    batch = next(batches)
-    # The mean step so far predicts the next. Only make_dataloader starts the clock: without it
-    # elapsed() stays 0, and training ends after one step.
-    while step == 0 or 0 < elapsed() / step * (step + 1) <= TIME_BUDGET:
-        progress = min(elapsed() / TIME_BUDGET, 1.0)
+    batch = next(batches)  # starts the clock
+    while elapsed() < TIME_BUDGET:
+        progress = elapsed() / TIME_BUDGET
         set_schedules(optimizer, progress, step)
         last_loss = loss
         loss, batch = train_step(model, optimizer, batch, batches, micro_batches)
         if step > 0:
             log_step(step, last_loss, lr=f"x{lr_factor(progress):.2f}", epoch=batch[2])
         step += 1
-        # A GPU may still be computing this step, and then elapsed() covers only step - 1 steps. If
-        # the next step may be the last, wait for the GPU, so that the loop's condition is exact.
-        if elapsed() * (step + 1) >= TIME_BUDGET * (step - 1):
-            loss = loss.item()
     log_step(step, loss)
     return step
-
-
-# Experiments rarely change what follows, except for attention.
 
 
 # ---- Attention back-ends ----
@@ -574,8 +576,8 @@ def load_fa3():
 
 
 def window_size(window, T):
-    """Returns the pair that flash attention takes. If the window covers the row, it holds -1, which
-    selects a faster kernel on some GPUs."""
+    """Returns the pair that flash attention takes: (-1, 0) if the window covers the row, which on
+    some GPUs selects a faster kernel."""
     return (-1, 0) if window >= T - 1 else (window, 0)
 
 
@@ -597,9 +599,10 @@ def load_varlen():
 
 
 def attend_blocks(q, k, v, window):
-    """Multiplies each of N blocks of queries by the keys of its own block and of the `before`
-    preceding ones that the window reaches. Compiled for a CPU, with a short window, this is three
-    to seven times as fast as sdpa."""
+    """Cuts the row into N blocks of queries. Each sees the keys of its own block and of the
+    `before` blocks ahead of it, as far as the window reaches. Compiled for a CPU, with a short
+    window, this is three to seven times as fast as sdpa. Its softmax subtracts no maximum, which
+    saves another twentieth of a step: QK-norm keeps the scores within +-sqrt(D)."""
     T = q.shape[1]
     size = largest_divisor(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)
@@ -616,15 +619,18 @@ def attend_blocks(q, k, v, window):
         return torch.cat((*shifted, x), dim=3)
 
     # Positions count from the start of the block; counting from that of the row is 5 % slower.
-    query = torch.arange(size, device=q.device)[:, None]
-    key = torch.arange(-before * size, size, device=q.device)
-    begin = torch.arange(0, T, size, device=q.device)[:, None, None, None]
+    integers = {"dtype": torch.int32, "device": q.device}
+    query = torch.arange(size, **integers)[:, None]
+    key = torch.arange(-before * size, size, **integers)
+    begin = torch.arange(0, T, size, **integers)[:, None, None, None]
     before_row = begin + key < 0
     hidden = (key > query) | (key < query - window) | before_row  # [N, 1, size, keys]
     # Added to the scores, since masking them is slow in compiled code.
     bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
     scores = q @ with_blocks_before(k).mT * q.shape[-1] ** -0.5
-    out = (scores + bias).softmax(-1) @ with_blocks_before(v)
+    weights = (scores + bias).exp()  # in bf16, or the backward pass takes exp again
+    total = weights.sum(-1, keepdim=True, dtype=torch.float32)
+    out = (weights @ with_blocks_before(v) / total).to(v.dtype)
     return out.transpose(2, 3).flatten(1, 2)
 
 
@@ -648,23 +654,23 @@ BACKENDS = {
     "blocks": lambda: attend_blocks,
     "sdpa": lambda: attend_sdpa,
 }
-LADDER = {"cuda": ("fa3", "varlen", "sdpa"), "cpu": ("blocks", "sdpa"), "mps": ("sdpa",)}
+BACKEND_ORDER = {"cuda": ("fa3", "varlen", "sdpa"), "cpu": ("blocks", "sdpa"), "mps": ("sdpa",)}
 ATTENTION_TOLERANCE = 0.02  # relative; bf16 rounding gives 0.004, a wrong window over 0.1
 
 
-def probe_attention(attend, device, dtype, config):
+def probe_attention(attend, device, config):
     """Compares forward and backward with sdpa in fp32, at the real sizes and windows, since a
     kernel that imports may still be wrong. Raises RuntimeError."""
     if COMPILE and device.type == "cuda":
-        attend = torch.compile(attend, dynamic=False)  # can fail although the kernel works
+        attend = torch.compile(attend, dynamic=False)  # may fail although the kernel works
     generator = torch.Generator().manual_seed(0)
     # For q, k, v and the gradient of the output:
     heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
     for window in sorted(set(config.windows)):
         shapes = [(1, config.sequence_len, count, config.head_dim) for count in heads]
-        tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+        tensors = [torch.randn(s, generator=generator).to(device, config.dtype) for s in shapes]
         results = []
-        for function, precision in ((attend, dtype), (attend_sdpa, torch.float32)):
+        for function, precision in ((attend, config.dtype), (attend_sdpa, torch.float32)):
             *inputs, grad = (x.to(precision, copy=True).requires_grad_() for x in tensors)
             out = function(*inputs, window)
             results.append((out, *torch.autograd.grad(out, inputs, grad)))
@@ -683,14 +689,14 @@ def describe(error):
     return f"{type(error).__name__}: {reason.strip()}"
 
 
-def choose_attention(device, dtype, config):
+def choose_attention(device, config):
     """Returns (name, attend) of the first back-end for this device that passes the probe; prints
     why others were rejected."""
-    names = LADDER[device.type] if ATTENTION == "auto" else (ATTENTION,)
+    names = BACKEND_ORDER[device.type] if ATTENTION == "auto" else (ATTENTION,)
     for name in names:
         try:
             attend = BACKENDS[name]()
-            probe_attention(attend, device, dtype, config)
+            probe_attention(attend, device, config)
             return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
@@ -699,25 +705,42 @@ def choose_attention(device, dtype, config):
     )
 
 
+# Plumbing: experiments rarely change what follows.
+
+
 # ---- Warm-up ----
-def rehearse(model, compiled_model, optimizer, rows):
+def build(config, attend, compiles):
+    """Builds what a run begins with: (model, compiled model, optimizer) and the random state."""
+    torch.manual_seed(SEED)
+    with DEVICE:
+        model = GPT(config, attend)
+    initialise(model, SEED)
+    compiled_model = model
+    update = muon_update
+    if compiles:
+        torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
+        compiled_model = torch.compile(model, dynamic=False)
+        update = torch.compile(muon_update, dynamic=False)
+    return model, compiled_model, MuonAdamW(parameter_groups(model), config.dtype, update)
+
+
+def rehearse(rows, *parts):
     """Runs two training steps and one evaluation batch on random tokens, so that everything is
-    compiled and known to fit."""
-    device = model.lm_head.weight.device
-    inputs = torch.randint(model.config.vocab_size, (rows, MAX_SEQ_LEN), device=device)
+    compiled and known to fit. It builds a model of its own, so that nothing of this reaches the
+    run but compiled code."""
+    model, compiled_model, optimizer = build(*parts)
+    inputs = torch.randint(model.config.vocab_size, (rows, MAX_SEQ_LEN), device=DEVICE)
     batch = (inputs, inputs.clone(), 0)  # the same tensor twice would compile differently
-    model.train()  # the last rehearsal may have run out of memory in evaluation
     set_schedules(optimizer, 0.0, 0)
     # The first step allocates the optimizer's state, too. Two micro-batches are enough: the first
     # allocates the gradients, the second adds to them.
     count = min(accumulation_steps(rows), 2)
     for _ in range(2):
         train_step(compiled_model, optimizer, batch, itertools.repeat(batch), count)
-    inputs = torch.randint(model.config.vocab_size, (EVAL_BATCH, MAX_SEQ_LEN), device=device)
+    inputs = torch.randint(model.config.vocab_size, (EVAL_BATCH, MAX_SEQ_LEN), device=DEVICE)
     model.eval()
     with torch.no_grad():
         for_evaluation(model, compiled_model)(inputs)
-    model.train()
 
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds per period, or "max"
@@ -736,20 +759,11 @@ def is_out_of_memory(error):
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def fits(model, compiled_model, optimizer, rows):
-    """Rehearses a run with `rows` rows at a time. Returns False if memory runs out."""
-    try:
-        rehearse(model, compiled_model, optimizer, rows)
-        return True
-    except Exception as error:
-        if is_out_of_memory(error):
-            return False
-        raise
-
-
 def can_compile(device):
-    """Compiles a sum. If even that fails, the machine lacks a compiler or Python's headers, and no
-    bug in the model is to blame. Prints the reason."""
+    """On a CPU compiles a sum. If even that fails, the machine lacks a compiler or Python's
+    headers, and no bug in the model is to blame. Prints the reason."""
+    if device.type == "cuda":
+        return True
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
         return True
@@ -758,46 +772,27 @@ def can_compile(device):
         return False
 
 
-def compile_parts(model):
-    """Returns (model, muon_update), compiled where that pays."""
-    device = model.lm_head.weight.device
-    on_gpu = device.type == "cuda"
-    if not COMPILE or not (on_gpu or can_compile(device)):
-        return model, muon_update
-    torch._dynamo.config.recompile_limit = 64  # Muon's update is compiled once per shape
-    # Muon is mostly matmuls: on a CPU 17 s of compiling would save 3 % of a step.
-    update = torch.compile(muon_update, dynamic=False) if on_gpu else muon_update
-    return torch.compile(model, dynamic=False), update
-
-
-def warm_up(model, dtype):
-    """Initialises the model, rehearses with DEVICE_BATCH_SIZE rows at a time, halved until they fit
-    in memory, and restores the model. Returns (compiled model, new optimizer, rows)."""
-    initialise(model, dtype, SEED)
-    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    compiled_model, update = compile_parts(model)
-
-    def new_optimizer():
-        return MuonAdamW(parameter_groups(model), dtype, update)
-
+def warm_up(*parts):
+    """Rehearses with DEVICE_BATCH_SIZE rows at a time, halved until they fit in memory. Returns
+    their number."""
     rows = rows_at_a_time(DEVICE_BATCH_SIZE)
-    while not fits(model, compiled_model, new_optimizer(), rows):
-        if rows == 1:
-            raise torch.OutOfMemoryError("out of memory with one row at a time")
+    while True:
+        try:
+            rehearse(rows, *parts)
+            break
+        except Exception as error:
+            if rows == 1 or not is_out_of_memory(error):
+                raise
         fewer = rows_at_a_time(rows // 2)
         print(f"out of memory: {rows} -> {fewer} rows at a time; a step stays the same")
         rows = fewer
         torch._dynamo.reset()  # drops what was compiled for more rows
-        model.zero_grad(set_to_none=True)
         gc.collect()
         torch.accelerator.empty_cache()
-    model.load_state_dict(initial)
-    del initial
     gc.collect()
-    gc.disable()  # a walk through all objects may take half a second
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # the final block shows the peak of training
-    return compiled_model, new_optimizer(), rows
+    return rows
 
 
 def tune_cpu():
@@ -823,25 +818,23 @@ def main():
     device = start()
     if device.type == "cpu":
         tune_cpu()
-    torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
     tokenizer = Tokenizer.from_directory()
-    config = derive_config(tokenizer.get_vocab_size())
-    dtype = choose_dtype(device)
-    backend, attend = choose_attention(device, dtype, config)
+    config = derive_config(tokenizer.get_vocab_size(), choose_dtype(device))
+    backend, attend = choose_attention(device, config)
+    parts = (config, attend, COMPILE and can_compile(device))
+    if COMPILE:
+        print("warming up: 10 s, or up to two minutes if the model has to be compiled", flush=True)
+    rows = warm_up(*parts)
+    model, compiled_model, optimizer = build(*parts)
 
-    with device:
-        model = GPT(config, attend)
     num_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token()
     print(
         f"model: depth {DEPTH}, width {config.n_embd}, {config.n_head} heads of {HEAD_DIM}, "
         f"windows {config.windows}, {num_params / 1e6:.1f} M parameters, {flops_per_token:.2e} "
-        f"FLOPs per token, {dtype}, attention {backend}, torch {torch.__version__}"
+        f"FLOPs per token, {config.dtype}, attention {backend}, torch {torch.__version__}"
     )
-    if COMPILE:
-        print("warming up: 10 s, or up to two minutes if the model has to be compiled", flush=True)
-    compiled_model, optimizer, rows = warm_up(model, dtype)
     micro_batches = accumulation_steps(rows)
     size = f"{micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens"
     print(f"training: steps of {size}", flush=True)
@@ -856,7 +849,6 @@ def main():
         num_steps=steps,
         num_params_M=num_params / 1e6,
         depth=DEPTH,
-        skipped_steps=optimizer.skipped_steps,
         attention=backend,
     )
 

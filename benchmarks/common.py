@@ -174,11 +174,11 @@ def build(train, dtype=None):
     device = prepare.DEVICE
     if device.type == "cpu":
         train.tune_cpu()
-    dtype = dtype or train.choose_dtype(device)
-    config = train.derive_config(prepare.VOCAB_SIZE)
-    attention, attend = train.choose_attention(device, dtype, config)
-    model = train.GPT(config, attend).to(device)
-    compiled_model, optimizer, rows = train.warm_up(model, dtype)
+    config = train.derive_config(prepare.VOCAB_SIZE, dtype or train.choose_dtype(device))
+    attention, attend = train.choose_attention(device, config)
+    parts = (config, attend, train.COMPILE and train.can_compile(device))
+    rows = train.warm_up(*parts)
+    model, compiled_model, optimizer = train.build(*parts)
     train.set_schedules(optimizer, 0.0, 0)
     tokens = random_tokens(prepare.VOCAB_SIZE, (2, rows, train.MAX_SEQ_LEN), device)
     return Subject(

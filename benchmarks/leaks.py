@@ -113,14 +113,14 @@ def build(depth=2, dtype=torch.float32):
     train.WINDOW_PATTERN = "S"
     train.SHORT_WINDOW = 128
     train.LOGIT_SOFTCAP = 0  # the cap takes a third of so small a model's time
-    model = Leaky(train.derive_config(prepare.VOCAB_SIZE))
-    train.initialise(model, dtype, 0)
+    model = Leaky(train.derive_config(prepare.VOCAB_SIZE, dtype))
+    train.initialise(model, 0)
     return model
 
 
 def train_on(model, batches):
     """Takes a step per batch; the learning rate falls to 0."""
-    optimizer = train.MuonAdamW(train.parameter_groups(model), model.cos.dtype)
+    optimizer = train.MuonAdamW(train.parameter_groups(model), model.config.dtype)
     model.train()
     for step, batch in enumerate(batches):
         train.set_schedules(optimizer, step / len(batches), step)

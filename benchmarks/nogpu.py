@@ -404,21 +404,21 @@ def examine(args):
     set_knobs(train, args.set)
     check_varlen()
     # In fp16 a step asks whether the gradients are finite, which fakes cannot tell.
-    torch.nn.utils.get_total_norm = lambda gradients: SimpleNamespace(isfinite=lambda: True)
+    torch.amp.GradScaler._maybe_opt_step = lambda scaler, optimizer, state: optimizer.step()
     hub = types.ModuleType("kernels")
     hub.get_kernel = lambda *arguments, **options: fa3_stand_in()
     sys.modules["kernels"] = hub
-    config = train.derive_config(prepare.VOCAB_SIZE)
     device = torch.device("cuda")
     dtype = train.choose_dtype(device)
-    for rung in [args.rung] if args.rung else train.LADDER["cuda"]:
+    config = train.derive_config(prepare.VOCAB_SIZE, dtype)
+    for rung in [args.rung] if args.rung else train.BACKEND_ORDER["cuda"]:
         with contextlib.suppress(RuntimeError):  # a rung that this card does not have
             attend = train.BACKENDS[rung]()
             break
     else:
         raise SystemExit(f"error: {args.card} has no rung {args.rung}.")
     model = train.GPT(config, attend)
-    train.initialise(model, dtype, 0)
+    train.initialise(model, 0)
     rows = args.rows or 8
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -160,7 +160,7 @@ def measure_attention(train, rows, windows, steps):
 
     device = sys.modules["prepare"].DEVICE
     dtype = train.choose_dtype(device)
-    heads = train.derive_config(1).n_head
+    heads = train.derive_config(1, dtype).n_head
 
     def random_tensors(rows):
         shape = (rows, train.MAX_SEQ_LEN, heads, train.HEAD_DIM)

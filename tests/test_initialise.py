@@ -46,8 +46,10 @@ def test_the_angles_are_those_of_the_definition(monkeypatch):
 )
 def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
     """In fp16 the tables stay in fp32 too, and with them AdamW's second moments."""
-    model = train.GPT(tiny(), train.attend_sdpa)
-    train.initialise(model, dtype, 1)
+    config = tiny()
+    config.dtype = dtype
+    model = train.GPT(config, train.attend_sdpa)
+    train.initialise(model, 1)
     low = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
     assert low == tables
     assert model.cos.dtype == model.sin.dtype == dtype

@@ -21,7 +21,7 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
     spec = importlib.util.spec_from_file_location("full", ROOT / "train.py")
     full = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(full)
-    model = full.GPT(full.derive_config(8192), None)
+    model = full.GPT(full.derive_config(8192, torch.float32), None)
     S = 1024
     L = 2048
     matrices = 8 * 12 * 512**2 + 4 * 32 * 4 + 8192 * 512
@@ -142,5 +142,19 @@ def test_a_model_with_this_switched_trains(monkeypatch, switch):
     """Sets each knob that may be 0 or None."""
     shape = {"DEPTH": 3, "ASPECT_RATIO": 32, "HEAD_DIM": 32, "SHORT_WINDOW": 8}
     set_knobs(monkeypatch, **(shape | {"MAX_SEQ_LEN": 32} | SWITCHES[switch]))
-    model = build(train.derive_config(61), scramble=False)
+    model = build(train.derive_config(61, torch.float32), scramble=False)
     assert check_training(model)[0] == pytest.approx(4.11, abs=0.02)  # ln 61
+
+
+def test_a_cpu_reads_tables_by_gather_with_the_same_gradient():
+    """Also of a table in bf16, whose gradient is summed in fp32 and then rounded once."""
+    idx = torch.randint(0, 5, (4, 16), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(5, 8, dtype=dtype)
+        grad = torch.randn(4, 16, 8)
+        looked_up = train.look_up(table, idx)
+        torch.testing.assert_close(looked_up, table(idx).float(), rtol=0, atol=0)
+        [got] = torch.autograd.grad(looked_up, table.weight, grad)
+        wanted = torch.zeros(5, 8).index_add(0, idx.flatten(), grad.flatten(0, 1)).to(dtype)
+        torch.testing.assert_close(got, wanted)

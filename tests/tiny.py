@@ -13,6 +13,7 @@ def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, V=61, window=None, wi
     says otherwise. The last layer and every second one before it have a value embedding."""
     windows = windows or [*[window or T] * (layers - 1), T]
     return SimpleNamespace(
+        dtype=torch.float32,
         vocab_size=V,
         sequence_len=T,
         n_embd=heads * head_dim,
@@ -33,7 +34,7 @@ def set_knobs(monkeypatch, **knobs):
 def build(config, seed=1, attend=train.attend_sdpa, scramble=True):
     """Builds a model in fp32; `scramble` leaves no weight at zero, so that every path matters."""
     model = train.GPT(config, attend)
-    train.initialise(model, torch.float32, seed)
+    train.initialise(model, seed)
     if scramble:
         torch.manual_seed(seed)
         for parameter in model.parameters():
