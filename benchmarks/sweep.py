@@ -61,8 +61,8 @@ COLUMNS = {  # key of a record: format
     "setting": "",
 }
 TIMED = {  # text of train.py: its replacement with --steps
-    "progress = min(elapsed() / TIME_BUDGET, 1.0)": "progress = step / {steps}",
-    "while step == 0 or 0 < elapsed() / step * (step + 1) <= TIME_BUDGET:": "while step < {steps}:",
+    "progress = elapsed() / TIME_BUDGET": "progress = step / {steps}",
+    "while elapsed() < TIME_BUDGET:": "while step < {steps}:",
 }
 LONG = 6 * 3600  # seconds, a budget that no run by steps reaches
 

@@ -119,13 +119,14 @@ def test_leaks_show_the_tokens_that_they_should(leak, seen):
 def test_leaks_and_honest_models(call, tiny, cache, fresh_run, monkeypatch):
     for knob in ("SHORT_WINDOW", "LOGIT_SOFTCAP"):
         monkeypatch.setattr(train, knob, getattr(train, knob))
+    monkeypatch.setattr(prepare, "PROBE_ROWS", 32)  # to save time
     options = ("--steps", 1, "--draws", 2, "--rows", 4)
     table, _ = call(leaks, "prefix of 8", *options, "--more", 2)
     assert table["none"][0] == table["prefix of 8"][0] == "2"
     assert table["none"][2:] == ["+0.0000", "0 of 2"]
-    monkeypatch.setattr(leaks, "HONEST", [(3, torch.float16)])
+    monkeypatch.setattr(leaks, "HONEST", [(3, torch.bfloat16)])
     _, output = call(leaks, "--honest", *options)
-    assert "| 3 | float16 | 0 of 2 | isolation: " in output
+    assert "| 3 | bfloat16 | 0 of 2 | isolation: " in output
 
 
 # ---- Whole runs ----
