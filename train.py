@@ -47,11 +47,11 @@ from torch import nn
 # fmt: off
 # Model
 DEPTH             = by_profile(full=8, medium=4, small=3)              # layers
-ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, rounded up to heads
+ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, at least
 HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
 WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated; the last is full
-SHORT_WINDOW      = by_profile(full=1024, medium=256, small=32)        # earlier tokens S sees; 0: all
+SHORT_WINDOW      = by_profile(full=1024, medium=256, small=32)        # tokens that S sees; 0: all
 MLP_RATIO         = 4                                # hidden size of the MLP / width
 ROPE_BASE         = 10000                            # base of the rotary embedding (theta)
 LOGIT_SOFTCAP     = 15                               # tanh keeps logits within +-this; 0: off
