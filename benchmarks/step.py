@@ -21,7 +21,15 @@ from statistics import median
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import build, import_train, print_header, print_row, set_knobs, take_step
+from benchmarks.common import (
+    build,
+    import_train,
+    print_header,
+    print_row,
+    set_knobs,
+    take_step,
+    update_and_clear,
+)
 
 # ---- Where the time goes ----
 # Names of kernels and operators on CPU and GPU. In the two passes every batched matmul belongs to
@@ -91,7 +99,7 @@ def where_time_goes(subject, steps):
 
     for _ in range(steps):
         profiled(two_passes, part_of_passes)
-        profiled(subject.optimizer.step, part_of_update)
+        profiled(lambda: update_and_clear(subject), part_of_update)
     return found
 
 
