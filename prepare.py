@@ -847,9 +847,10 @@ def build(corpus, folder):
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest) + "\n")
 
 
-def prepare(args):
-    """Does nothing if the corpus is prepared; --data-dir always prepares, since its text may have
-    changed. A new folder is made and then takes the place of the old one, so that no run sees a
+def prepare(named):
+    """Prepares a corpus: the one that is named, else that of last time, else the usual one. Does
+    nothing if it is prepared; a folder always is again, since its text may have changed. A new
+    folder is made and then takes the place of the old one, so that no run sees a
     mixture. Runs keep what they have opened."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PREPARED.name}.new")
@@ -861,10 +862,12 @@ def prepare(args):
     last = None
     with contextlib.suppress(OSError, ValueError):
         last = load_manifest().get("corpus")
-    named = CLIMBMIX_SHARDS if args.corpus == "climbmix" else args.corpus
-    usual = by_profile(full=CLIMBMIX_SHARDS, medium=CLIMBMIX_SHARDS, small="python")
-    corpus = args.data_dir or args.num_shards or named or last or usual  # the first that there is
-    if args.data_dir or corpus != last or not read_prepared():
+    corpus = last if named is None else named
+    if corpus is None:
+        if PREPARED.exists():
+            fail(f"{PREPARED} does not say from what it was made; name it (see --help).")
+        corpus = by_profile(full=CLIMBMIX_SHARDS, medium=CLIMBMIX_SHARDS, small="python")
+    if corpus != last or os.path.isabs(str(named)) or not read_prepared():
         build(corpus, new)
         if PREPARED.exists():
             PREPARED.rename(old)  # fails if it is a mount point
@@ -882,16 +885,17 @@ def main():
         description="Prepares the cache, by default with the options of last time."
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--num-shards", type=int, help="training shards of ClimbMix (20; -1: all)")
-    group.add_argument("--corpus", choices=("climbmix", "python"), help="small: python by default")
-    group.add_argument("--data-dir", type=os.path.abspath, help="parquet files; last: validation")
+    add = group.add_argument
+    add("--num-shards", dest="corpus", type=int, help="training shards of ClimbMix (20; -1: all)")
+    add("--corpus", choices=("python",), help="sources of Python and its packages, no download")
+    add("--data-dir", dest="corpus", type=os.path.abspath, help="parquet files; last: validation")
     args = parser.parse_args()
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         while not lock(CACHE):
             print("waiting for another preparation to end", flush=True)
             time.sleep(2)
-        prepare(args)
+        prepare(args.corpus)
     except (requests.RequestException, pa.ArrowInvalid) as error:
         fail(f"download: {error}; run the same command to go on, or use --corpus python.")
     except OSError as error:

@@ -239,14 +239,11 @@ def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("last", "options", "built"),
     [
-        ("", (), "python"),
-        ("", ("--corpus", "climbmix"), 20),
         (7, (), None),
         (7, ("--num-shards", 7), None),
         (7, ("--num-shards", -1), -1),
-        (7, ("--corpus", "climbmix"), 20),
-        (20, ("--corpus", "climbmix"), None),  # the default, named, is the default
-        (20, ("--num-shards", 20), None),
+        (7, ("--num-shards", 0), 0),  # zero is not "as last time"
+        (20, ("--num-shards", 20), None),  # the default, named, is the default
         (20, ("--corpus", "python"), "python"),
         ("python", ("--corpus", "python"), None),
         ("/text", (), None),
@@ -265,6 +262,16 @@ def test_only_another_corpus_is_built(own_cache, monkeypatch, last, options, bui
     monkeypatch.setattr(prepare, "build", build)
     run_prepare(*options)
     assert calls == ([] if built is None else [built])
+
+
+@pytest.mark.parametrize("content", ["", '{"options": {"corpus": "python"}}'])  # cut off; older
+def test_a_text_that_is_not_known_is_not_replaced_by_another(content, own_cache, capsys):
+    (prepare.PREPARED / "manifest.json").write_text(content)
+    before = contents(own_cache)
+    assert "does not say from what it was made; name it" in refusal(capsys, run_prepare)
+    assert contents(own_cache) == before
+    run_prepare("--corpus", "python")
+    assert prepare.load_manifest()["corpus"] == "python"
 
 
 # ---- Damage ----
