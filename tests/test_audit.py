@@ -4,6 +4,7 @@ import json
 import sys
 
 from tools import audit
+from tools.experiment import read_results
 
 import pytest
 
@@ -18,6 +19,7 @@ if commit == 'broken':
     sys.exit('error: it cannot be trained')
 gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200), 'mended': 0.02}[commit]
 record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok'}
+record['data'] = os.environ.get('DATA')
 with open(os.environ['AUTORESEARCH_RUNS'] + '/1.json', 'w') as file:
     json.dump(record, file)
 """
@@ -89,7 +91,7 @@ def test_an_odd_log_is_read_as_the_notebook_reads_it(call, night):
     """The header names the columns; odd bytes, blanks and capitals do no harm."""
     content = ODD_LOG.encode().replace(rb"\xe9", b"\xe9")
     (night / "results.tsv").write_bytes(content)
-    rows = audit.read_log(night / "results.tsv")
+    rows = read_results(night / "results.tsv")
     assert [row["status"] for row in rows] == ["keep", "keep"]
     assert rows[1]["description"] == "an idea\twith a tab, caf\ufffd"
     assert "gain of best over base: 0.0300\n" in call("--seeds", 200)[0]
@@ -108,10 +110,28 @@ def test_a_run_without_a_score_is_named_and_tried_again(call, night, capsys):
     assert [run["commit"] for run in kept] == ["base", "broken", "broken"]
 
 
-def test_a_night_without_a_keep_is_refused(call, night):
+def test_a_night_without_a_keep_is_refused(call, night, capsys):
     (night / "results.tsv").write_text("".join(LOG.splitlines(keepends=True)[:2]))
-    with pytest.raises(SystemExit, match="no keep but the baseline"):
-        call()
+    assert "no keep but the baseline" in refusal(call, capsys)
     (night / "results.tsv").unlink()
-    with pytest.raises(SystemExit, match="does not exist; give the folder of a night"):
-        call()
+    assert "does not exist; give the folder of a night" in refusal(call, capsys)
+
+
+def refusal(call, capsys, *args):
+    """Returns the sentence with which the audit exits."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="^2$"):
+        call(*args)
+    return capsys.readouterr().err
+
+
+def test_two_texts_are_not_mixed(call, night, monkeypatch, capsys):
+    """Another clone has prepared another text in the shared cache since the first run."""
+    monkeypatch.setenv("DATA", "aa")
+    call("--seeds", 200)
+    before = (night / "audit.jsonl").read_text()
+    monkeypatch.setenv("DATA", "bb")
+    assert "holds runs on the text aa, but bb is prepared now" in refusal(call, capsys)
+    assert (night / "audit.jsonl").read_text() == before
+    monkeypatch.setenv("DATA", "aa")
+    call("--seeds", 200, 201)

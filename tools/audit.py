@@ -18,36 +18,19 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+from tools.experiment import fail, read_results
+
 import numpy as np
 
 SECONDS = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
-SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "integrity")  # keys of a record
-
-
-COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
-
-
-def read_log(path):
-    """Returns a dictionary per row of results.tsv. A header line replaces COLUMNS; the last
-    column may hold tabs. Prints the lines that are left out."""
-    columns = COLUMNS
-    rows = []
-    for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
-        fields = [field.strip() for field in line.split("\t", len(columns) - 1)]
-        if "val_bpb" in fields:
-            columns = [field.strip() for field in line.split("\t")]
-        elif len(fields) == len(columns):
-            row = dict.fromkeys(COLUMNS, "") | dict(zip(columns, fields, strict=True))
-            rows.append(row | {"status": row["status"].lower()})
-        elif line.strip():
-            print(f"left out, not {len(columns)} columns: {line[:80]!a}")
-    return rows
+SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "data", "integrity")  # keys of a record
 
 
 def kept_commits(log):
     """Returns the kept commits of a log in order, from the baseline's to that of `best`. An `again`
     row has a commit of its own if it reverts a keep that broke the rules."""
-    kept = [row["commit"] for row in read_log(log) if row["status"] in ("keep", "again")]
+    kept = [row["commit"] for row in read_results(log) if row["status"] in ("keep", "again")]
     return list(dict.fromkeys(kept))
 
 
@@ -85,6 +68,7 @@ def train_in_turn(folder, commits, seeds):
     """Prints a row for each run. Returns their val_bpb, [seeds, commits]."""
     path = folder / "audit.jsonl"
     done = load(path)
+    texts = {run.get("data") for run in done.values()} - {None}  # older lines have none
     scores = np.empty((len(seeds), len(commits)))
     print("| seed | commit | val_bpb | steps | integrity |\n|---|---|---|---|---|")
     for i, seed in enumerate(seeds):
@@ -92,6 +76,12 @@ def train_in_turn(folder, commits, seeds):
             run = done.get((commit, seed))
             if run is None:
                 run = rerun(folder, commit, seed)
+                if run["data"] and texts - {run["data"]}:
+                    fail(
+                        f"audit.jsonl holds runs on the text {', '.join(sorted(texts))}, but {run['data']} is "
+                        "prepared now; prepare that text again, or move audit.jsonl away."
+                    )
+                texts |= {run["data"]} - {None}
                 with open(path, "a") as file:
                     file.write(json.dumps(run) + "\n")
             scores[i, j] = run["val_bpb"]
@@ -117,10 +107,10 @@ def main():
     args = parser.parse_args()
     log = args.folder / "results.tsv"
     if not log.is_file():
-        raise SystemExit(f"error: {log} does not exist; give the folder of a night.")
+        fail(f"{log} does not exist; give the folder of a night.")
     commits = kept_commits(log)
     if len(commits) < 2:
-        raise SystemExit(f"error: {log} has no keep but the baseline; there is nothing to show.")
+        fail(f"{log} has no keep but the baseline; there is nothing to show.")
     if not args.keeps:
         commits = [commits[0], commits[-1]]
     scores = train_in_turn(args.folder, commits, args.seeds)
