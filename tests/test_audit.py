@@ -131,7 +131,7 @@ def test_two_texts_are_not_mixed(call, night, monkeypatch, capsys):
     call("--seeds", 200)
     before = (night / "audit.jsonl").read_text()
     monkeypatch.setenv("DATA", "bb")
-    assert "holds runs on the text aa, but bb is prepared now" in refusal(call, capsys)
+    assert "holds runs on another text (aa) than bb, which" in refusal(call, capsys)
     assert (night / "audit.jsonl").read_text() == before
     monkeypatch.setenv("DATA", "aa")
     call("--seeds", 200, 201)

@@ -78,8 +78,9 @@ def train_in_turn(folder, commits, seeds):
                 run = rerun(folder, commit, seed)
                 if run["data"] and texts - {run["data"]}:
                     fail(
-                        f"audit.jsonl holds runs on the text {', '.join(sorted(texts))}, but {run['data']} is "
-                        "prepared now; prepare that text again, or move audit.jsonl away."
+                        f"audit.jsonl holds runs on another text ({', '.join(sorted(texts))}) than "
+                        f"{run['data']}, which is prepared now; prepare that text again, or move "
+                        "audit.jsonl away."
                     )
                 texts |= {run["data"]} - {None}
                 with open(path, "a") as file:

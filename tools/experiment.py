@@ -445,7 +445,7 @@ def next_step(rows):
     if statuses[gained:].count("discard") >= 10:
         return "again, after ten discards in a row"
     ideas = len(statuses) - statuses.count("again") - 1  # without the baseline
-    if ideas and ideas % 15 == 0 and closest_discards(rows):
+    if ideas % 16 == 15 and len(closest_discards(rows)) > 1:  # the sixteenth is the next one
         return f"fifteen ideas more: try these together: {' '.join(closest_discards(rows))}"
     return 'change train.py, then run "what you try"'
 

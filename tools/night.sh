@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Starts an agent again and again, so that it works all night:
+#
+#     tools/night.sh claude        or: codex
+#     tools/night.sh -- COMMAND    runs any command in the same sandbox, once
+#
+# The sandbox (bubblewrap) may write to this clone except prepare.py and tools/, to the caches, to
+# the agent's own folder and to a /tmp of its own. It can read all your files and use the network.
+# On a machine that holds nothing of yours, SANDBOX=none goes without it. Ctrl-C ends the night.
+set -euo pipefail
+here=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")")
+cd "$here"
+
+say() { echo "night.sh: $*" >&2; }
+
+case ${1:-} in
+  claude)
+    # Claude Code replaces its settings by a rename, which needs a folder that may be written. It
+    # keeps them in this one, and not beside it, if the variable is set.
+    export CLAUDE_CONFIG_DIR=${CLAUDE_CONFIG_DIR:-$HOME/.claude}
+    own=$CLAUDE_CONFIG_DIR
+    mkdir -p "$own"
+    if [ -f ~/.claude.json ] && [ ! -e "$own/.claude.json" ]; then cp ~/.claude.json "$own/"; fi
+    export BASH_DEFAULT_TIMEOUT_MS=600000 BASH_MAX_TIMEOUT_MS=600000 # a run takes six minutes
+    agent=(claude --print --permission-mode acceptEdits --allowedTools Bash Edit Write Read --)
+    ;;
+  codex)
+    own=${CODEX_HOME:-$HOME/.codex}
+    # Its own sandbox would make .git read-only and hide GPUs.
+    agent=(codex exec --dangerously-bypass-approvals-and-sandbox)
+    ;;
+  --)
+    own=/tmp
+    shift
+    ;;
+  *)
+    say "usage: tools/night.sh claude, or codex, or -- COMMAND"
+    exit 2
+    ;;
+esac
+
+may_write=("$here" "$(git rev-parse --path-format=absolute --git-common-dir)"
+  "${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}" "${AUTORESEARCH_RUNS:-$here}"
+  "${UV_CACHE_DIR:-$HOME/.cache/uv}" "$own")
+sandbox=(bwrap --unshare-pid --die-with-parent --cap-drop ALL
+  --ro-bind / / --dev-bind /dev /dev --proc /proc --tmpfs /tmp)
+if [ -d /run/user ]; then sandbox+=(--tmpfs /run/user); fi
+for place in "${may_write[@]}"; do
+  mkdir -p "$place"
+  place=$(realpath "$place") # bwrap does not follow links
+  if [ "$place" != /tmp ]; then sandbox+=(--bind "$place" "$place"); fi
+done
+for place in "$here/prepare.py" "$here/tools"; do
+  sandbox+=(--ro-bind "$place" "$place")
+done
+sandbox+=(--)
+if [ "${SANDBOX:-}" = none ]; then
+  sandbox=()
+elif ! problem=$("${sandbox[@]}" true 2>&1); then
+  say "the sandbox does not work here: $problem"
+  say "Install bubblewrap; on Ubuntu see docs/reference.md. In a container, whose host forbids it,"
+  say "the container is the sandbox: put no keys there, and run SANDBOX=none tools/night.sh $*"
+  exit 2
+fi
+
+if [ ! -v agent ]; then exec "${sandbox[@]}" "$@"; fi
+if [ ! -x "$(command -v "$1")" ]; then
+  say "$1 is not installed, or not on the PATH"
+  exit 2
+fi
+trap 'exit 130' INT TERM
+wait=10
+while true; do
+  began=$SECONDS
+  "${sandbox[@]}" "${agent[@]}" "Have a look at program.md, and go on with the experiments." \
+    < /dev/null || true
+  took=$((SECONDS - began))
+  if [ $took -lt 120 ]; then # such as an expired login
+    wait=$((wait < 900 ? 2 * wait : 1800))
+  else
+    wait=10
+  fi
+  say "the agent ended its turn after $took s; it starts again in $wait s"
+  sleep $wait &
+  wait $! # a trap does not wait for this
+done
