@@ -156,7 +156,7 @@ def test_a_night_of_three_ideas(clone):
 
 def test_begin_refuses_a_dirty_clone_and_a_second_night(clone):
     (clone.folder / "notes").touch()
-    assert "not committed" in clone.call("begin", "a", code=2)
+    assert "error: ?? notes: not committed" in clone.call("begin", "a", code=2)
     (clone.folder / "notes").unlink()
     clone.call("begin", "a")
     assert "a night is under way" in clone.call("begin", "b", code=2)

@@ -45,7 +45,7 @@ def git(*args):
     """Returns what a git command prints. Exits with its first complaint."""
     elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # may name another repository
     own = {key: value for key, value in os.environ.items() if key not in elsewhere}
-    own["GIT_OPTIONAL_LOCKS"] = "0"  # to look is not to write
+    own |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # only write on purpose; in English
     done = subprocess.run(["git", *args], env=own, capture_output=True, text=True)
     if done.returncode:
         complaint = (done.stderr.strip() or "failed").splitlines()[0]
@@ -289,8 +289,9 @@ def finish():
 def begin(name):
     if RESULTS.exists():
         fail("results.tsv is there: a night is under way. Call this tool without a command.")
-    if git("status", "--porcelain"):
-        fail("the folder has changes that are not committed (git status); commit or undo them.")
+    changed = git("status", "--porcelain")
+    if changed:
+        fail(f"{changed.splitlines()[0]}: not committed; commit or undo it (see git status).")
     for key in ("commit.gpgSign", "tag.gpgSign"):
         git("config", key, "no")  # nobody is there to type a passphrase
     git("config", "core.hooksPath", "/dev/null")

@@ -1,10 +1,13 @@
 """
-Trains a commit again, with SEED, in a clean copy: SEED=100 uv run tools/rerun.py COMMIT
+Trains a commit again, in a clean copy and with the seed of the environment.
+
+    SEED=100 uv run tools/rerun.py COMMIT    the seed is 42 by default
 
 The run has its own home, temporary folder, compiled code and cache, which links to the prepared
 files. Nothing stops it from reading absolute paths; look for those in the diff.
 """
 
+import argparse
 import os
 import shutil
 import signal
@@ -32,7 +35,7 @@ def main(commit):
     prepare.lock_run(root)
     with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
         prepared = Path(clean, "cache", prepare.PREPARED.name)
-        for part in (f"{clean}/home", f"{clean}/tmp", prepared):
+        for part in (f"{clean}/home", f"{clean}/tmp", f"{clean}/tree", prepared):
             os.makedirs(part)
         for file in (
             prepare.ROWS_FILE,
@@ -42,7 +45,7 @@ def main(commit):
         ):
             (prepared / file).symlink_to(prepare.PREPARED / file)
         subprocess.run([*git, "archive", f"--output={clean}/tree.tar", name], check=True)
-        shutil.unpack_archive(f"{clean}/tree.tar", f"{clean}/tree", filter="data")
+        subprocess.run(["tar", "-xf", f"{clean}/tree.tar", "-C", f"{clean}/tree"], check=True)
         known = prepare.CACHE / "flash-attn3-v1"  # train.load_fa3 wrote it
         if known.exists():
             shutil.copy(known, f"{clean}/cache")
@@ -66,4 +69,8 @@ def main(commit):
 
 
 if __name__ == "__main__":
-    main(sys.argv[-1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("commit", metavar="COMMIT")
+    main(parser.parse_args().commit)
