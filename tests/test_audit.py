@@ -65,9 +65,11 @@ def test_baseline_and_last_keep_are_trained_in_turn(call, monkeypatch):
     out, calls = call("--seeds", 200, 201)
     assert calls == [f"{commit} {seed}" for seed in (200, 201) for commit in ("base", "best")]
     assert out.endswith("\ngain of best over base: 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
-    assert "| 201 | best | 0.860000 | 7 | ok |" in out
+    assert "| 201 | best | 0.860000 | 7 | ok | 20" in out
+    assert "earlier" not in out
     out, calls = call()
     assert len(calls) == 6  # seed 202 was added
+    assert "4 runs are from an earlier audit. If the machine may have changed" in out
     assert "gain of best over base: 0.0400 +- 0.0058\n" in out
     monkeypatch.setattr(audit, "SECONDS", 6)
     assert len(call()[1]) == 12  # another budget's runs do not count
@@ -123,6 +125,15 @@ def refusal(call, capsys, *args):
     with pytest.raises(SystemExit, match="^2$"):
         call(*args)
     return capsys.readouterr().err
+
+
+def test_lines_that_are_not_runs_are_named_and_left_out(call, night):
+    (night / "audit.jsonl").write_text('[1]\n{"commit": "base", "val_bpb": 0.9, "sec')
+    out, _ = call("--seeds", 200)
+    assert out.count("left out of audit.jsonl: ") == 2
+    lines = (night / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["commit"] for line in lines[2:]] == ["base", "best"]
+    assert len(call("--seeds", 200)[1]) == 2  # nothing is measured again
 
 
 def test_two_texts_are_not_mixed(call, night, monkeypatch, capsys):

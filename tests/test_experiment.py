@@ -171,12 +171,14 @@ def test_a_run_compares_with_best(night):
     night.edit("lower", 0.85)
     out = night.call("run", "lower", SPEED=15000)
     assert "val_bpb: 0.850000; best: 0.900000\ntokens_per_second: 15000; best: 18000\n" in out
-    assert "0.050000 better than 0.900000, the score to beat\nspeed differs by -17%" in out
-    assert "lower" in night.git("log", "-1", "--format=%s")
-    out = night.call("again", SPEED=15000)
-    assert "the idea that waits for its verdict" in out and "train it again" not in out
-    assert "`run --repeat` trains it again" in out
-    assert night.rows()[-1][3:] == ["again", "best again: it was 0.900000, 15000 tok/s"]
+    assert "0.050000 better than 0.900000, the score to beat\nspeed -17%: if the change does" in out
+    assert "explain it, train best `again` before you judge\n" in out
+    assert night.git("log", "-1", "--format=%s") == "lower"
+    out = night.call("again", SPEED=12000)
+    assert "tokens_per_second of best: 12000; it was 18000" in out
+    assert "speed +25%: if the change does not explain it, train the idea again (`run --rep" in out
+    assert "speed" not in night.call("run", "--repeat", SPEED=12000)
+    assert night.rows()[-1][3:] == ["again", "best again: it was 0.900000, 12000 tok/s"]
     assert "1 keep, 1 again" in night.call()
     night.call("keep", "lower")
 
@@ -240,7 +242,7 @@ def test_real_runs(tmp_path, cache):
     assert f"val_bpb: {block['val_bpb']}; best: None\n" in out
     night.call("keep", "baseline", **own)
     out = night.call("again", **own)
-    assert "the score to beat" in out and night.rows()[1][3] == "again"
+    assert "val_bpb of best: " in out and night.rows()[1][3] == "again"
     records = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")]
     assert [record["commit"] for record in records] == 2 * [block["commit"]]
 

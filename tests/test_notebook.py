@@ -57,7 +57,7 @@ LOGS = {
             "running": [1.0, 0.99, 0.99, 0.99, 0.97],
             "gains": [0.02, 0.01],
             "pace": 4.0,
-            "curves": [[4.0, 3.0], [3.0, 2.0]],
+            "curves": [[4.0, 3.0], [9.0, 9.0], [3.0, 2.0]],
         },
     ),
     "again": (
@@ -89,13 +89,21 @@ def write_night(folder):
         ("20260101T204000", "e400000", 0.975, [9.0, 9.0]),  # a first try
         ("20260101T210000", "e400000", 0.97, [3.0, 2.0]),
         ("20260109T210000", "e400000", 0.99, [9.0, 9.0]),  # days later
-        ("20260101T203000", "b100000+dirty", 0.99, [9.0, 9.0]),
+        ("20260101T203000", "b100000+dirty", 0.99, [9.0, 9.0]),  # is not left out
         ("20260101T203000", "7654321", 0.99, [9.0, 9.0]),  # another night's
     ]
     (folder / "runs").mkdir()
     for time, commit, val_bpb, curve in runs:
         record = {"commit": commit, "val_bpb": val_bpb, "curve": curve}
         (folder / "runs" / f"{time}_{commit}_42_1.json").write_text(json.dumps(record))
+    last = (folder / "runs/20260101T210000_e400000_42_1.json").read_text()
+    for name, content in {
+        "20260101T203500Z_b100000_42_1.json": "",  # the disk was full
+        "20260101T203600Z_b100000_42_1.json": "[1]",
+        "._20260101T200000_ba5e000_42_1.json": "\0",  # macOS puts it beside
+        "20260101T210000_e400000_42_1 (1).json": last,  # a sync's copy
+    }.items():
+        (folder / "runs" / name).write_text(content)
     lines = []
     for seed, gain in [(200, 0.02), (201, 0.04), (202, 0.03), (300, 0.5)]:
         lines.append({"commit": "ba5e000", "seed": seed, "val_bpb": 1.0, "seconds": 300.0})
@@ -103,7 +111,8 @@ def write_night(folder):
     lines[5]["val_bpb"] = float("nan")  # it failed; the next line is its second run
     lines.append(lines[5] | {"val_bpb": 0.97})
     lines.append(lines[5] | {"val_bpb": 2.0, "seconds": 5.0})  # a quick trial
-    (folder / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "audit.jsonl").write_text(text + '{"commit": "ba5e0')  # killed while it wrote
 
 
 @pytest.fixture(scope="module")

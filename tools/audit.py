@@ -5,7 +5,7 @@ Measures a night's gain by training its commits again, in clean copies, with fre
     uv run tools/audit.py . --keeps --seeds 300    # each keep against the one before it
 
 Each run calls tools/rerun.py in the night's folder and adds a line to audit.jsonl there. An audit
-that was cut off continues after these lines, and repeats runs without a score.
+that was cut off continues after these lines, says so, and repeats runs without a score.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,15 +54,30 @@ def rerun(folder, commit, seed):
         for path in Path(runs).glob("*.json"):
             record = json.loads(path.read_text())
     shown = {key: record.get(key) for key in SHOWN}
-    return shown | {"seed": seed, "commit": commit, "seconds": SECONDS}
+    ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return shown | {"seed": seed, "commit": commit, "seconds": SECONDS, "ended": ended}
 
 
 def load(path):
-    """Returns {(commit, seed): line} of the runs in audit.jsonl with this budget and a score."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    runs = [json.loads(line) for line in lines]
-    runs = [run for run in runs if run["seconds"] == SECONDS and not math.isnan(run["val_bpb"])]
-    return {(run["commit"], run["seed"]): run for run in runs}
+    """Returns {(commit, seed): line} of the runs in audit.jsonl with this budget and a score. Prints
+    the lines that are left out."""
+    runs = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            run = json.loads(line)
+            if run["seconds"] == SECONDS and not math.isnan(run["val_bpb"]):
+                runs[run["commit"], run["seed"]] = run
+        except (ValueError, TypeError, KeyError):  # half a line, or not a run
+            print(f"left out of {path.name}: {line[:80]!a}")
+    return runs
+
+
+def add_line(path, run):
+    """Appends a run as a line of its own, whatever the file ends with."""
+    content = path.read_text(errors="replace") if path.exists() else ""
+    begin = "\n" if content and not content.endswith("\n") else ""
+    with open(path, "a") as file:
+        file.write(begin + json.dumps(run) + "\n")
 
 
 def train_in_turn(folder, commits, seeds):
@@ -69,8 +85,11 @@ def train_in_turn(folder, commits, seeds):
     path = folder / "audit.jsonl"
     done = load(path)
     texts = {run.get("data") for run in done.values()} - {None}  # older lines have none
+    if done:
+        print(f"{len(done)} runs are from an earlier audit. If the machine may have changed since,")
+        print(f"move {path.name} away, and all are made anew, in turn.\n")
     scores = np.empty((len(seeds), len(commits)))
-    print("| seed | commit | val_bpb | steps | integrity |\n|---|---|---|---|---|")
+    print("| seed | commit | val_bpb | steps | integrity | ended |\n|---|---|---|---|---|---|")
     for i, seed in enumerate(seeds):
         for j, commit in enumerate(commits):
             run = done.get((commit, seed))
@@ -83,10 +102,10 @@ def train_in_turn(folder, commits, seeds):
                         "audit.jsonl away."
                     )
                 texts |= {run["data"]} - {None}
-                with open(path, "a") as file:
-                    file.write(json.dumps(run) + "\n")
+                add_line(path, run)
             scores[i, j] = run["val_bpb"]
-            columns = (seed, commit, f"{run['val_bpb']:.6f}", run["num_steps"], run["integrity"])
+            columns = [seed, commit, f"{run['val_bpb']:.6f}", run["num_steps"], run["integrity"]]
+            columns.append(run.get("ended", "earlier"))
             print("|", " | ".join(str(column) for column in columns), "|", flush=True)
     print()
     return scores
@@ -101,10 +120,14 @@ def mean_gain(gains):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, metavar="CLONE", help="the folder of the night")
     parser.add_argument("--keeps", action="store_true", help="audit all keeps, not only the last")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[200, 201, 202])
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[200, 201, 202], help="(200 201 202)"
+    )
     args = parser.parse_args()
     log = args.folder / "results.tsv"
     if not log.is_file():

@@ -230,8 +230,9 @@ def differences(log):
     return ", ".join(f"{key} {before} -> {now}" for key, before, now in pairs if before != now)
 
 
-def show(log, rows):
-    """Prints what matters of a run that has ended, and how it compares with that of best."""
+def show(log, rows, remedy="train best `again`"):
+    """Prints what matters of a run that has ended, and how it compares with that of best. `remedy`
+    is for a speed that the change does not explain."""
     best = Log(BEST)
     print(f"{log.commit}: {git('log', '-1', '--format=%s', log.commit)}")
     lines = [line[:200] for line in log.text.splitlines() if line.strip()]
@@ -248,10 +249,8 @@ def show(log, rows):
         word = "better" if gain > 0 else "worse"
         print(f"{abs(gain):.6f} {word} than {to_beat:.6f}, the score to beat")
     if best.block and abs(log.speed() / best.speed() - 1) > 0.1:
-        print(
-            f"speed differs by {log.speed() / best.speed() - 1:+.0%}: if the change does not "
-            "explain it, train best `again` before you judge"
-        )
+        faster = f"{log.speed() / best.speed() - 1:+.0%}"
+        print(f"speed {faster}: if the change does not explain it, {remedy} before you judge")
 
 
 # ---- The night ----
@@ -360,19 +359,20 @@ def again(seconds):
         fail("a run is under way; wait for it with `run`.")
     if score_to_beat(rows) is None:
         fail("there is no score to beat yet; train and keep the baseline.")
-    before = Log(BEST)
     if not is_running(AGAIN):
         best = best_commit()
         start(AGAIN, best, rows, "tools/rerun.py", best)
     log = wait_for(AGAIN, seconds)
-    show(log, rows)
+    if log.problem:
+        show(log, rows)
+    before = Log(BEST)
     rows = finish()
+    if not log.problem:
+        for key in SHOWN:
+            print(f"{key} of best: {log.block.get(key)}; it was {before.block.get(key)}")
     idea = Log(RUN)
     if is_same(idea.commit, commit_of("HEAD")) and not idea.problem:
-        print("the idea that waits for its verdict:")
-        show(idea, rows)
-        if before.block and abs(log.speed() / before.speed() - 1) > 0.1:
-            print("the machine's speed has changed since it ran: `run --repeat` trains it again")
+        show(idea, rows, "train the idea again (`run --repeat`)")
 
 
 def judge(status, text):
