@@ -96,6 +96,23 @@ def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, tmp_path):
     assert not Path(told["TMPDIR"]).exists()
 
 
+def test_a_task_without_the_login_nodes_tmpdir(repo, tmp_path):
+    """It trains in /tmp. If it cannot begin at all, its code is recorded."""
+    folder = tmp_path / "sweep"
+    (folder / "status").mkdir(parents=True)
+    (folder / "tasks.tsv").write_text("3\tHEAD\t4\n")
+    (repo / "train.py").write_text(FAKE_TRAIN)
+    commit(repo)
+    own = {"SLURM_ARRAY_TASK_ID": "3", "TMPDIR": "/nowhere"}
+    done = call("bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
+    assert json.loads(done.stdout)["TMPDIR"].startswith("/tmp/")
+    assert (folder / "status/3.exit").read_text() == "4\n"
+    shutil.rmtree(repo / ".git")
+    done = call("bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
+    assert done.returncode != 0
+    assert (folder / "status/3.exit").read_text() == f"{done.returncode}\n"
+
+
 # ---- The table ----
 def write_task(folder, number, exit_code=None, log=True, **record):
     """Writes a task's files into the sweep's folder. Tasks 0 to 2 have commit a1, others b1."""

@@ -193,8 +193,10 @@ def start(path, commit, rows, *command):
     if shutil.disk_usage(".").free < 2**20 or os.write(handle, header) < len(header):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
     shell = ["sh", "-c", '"$@"; printf "\\nexit %s\\n" $?', "sh", "timeout", "-k", "30"]
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     subprocess.Popen(
         [*shell, str(TIME_LIMIT), sys.executable, *command],
+        env=own,
         stdin=subprocess.DEVNULL,
         stdout=handle,
         stderr=handle,

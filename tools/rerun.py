@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the 
 import prepare
 
 LEFT_OUT = """
-    AUTORESEARCH_RUNS PYTHONPATH TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
+    AUTORESEARCH_RUNS PYTHONPATH PYTHONSAFEPATH TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
 """.split()
 
 
