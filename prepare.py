@@ -13,7 +13,6 @@ memory.
 import argparse
 import bisect
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import itertools
@@ -21,7 +20,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -52,6 +50,13 @@ def fail(sentence, code=2):
     """Prints a sentence that says what is wrong and how to fix it, and exits."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
+
+
+try:
+    import fcntl
+    import resource
+except ImportError:
+    fail("Windows lacks what this needs; use WSL.")
 
 
 # ==== Part 1: what a run uses ====

@@ -339,7 +339,7 @@ def test_killed_during_the_run_of_an_idea(night, tmp_path):
     assert "val_bpb: 0.800000" in night.call("run")  # joins
     assert "val_bpb: 0.800000" in night.call("run")  # shows
     assert (tmp_path / "t").read_text() == "idea\n"
-    assert "keep, discard or crash" in night.call()
+    assert "0.100000 better than 0.900000" in night.call() and "keep, discard or" in night.call()
 
 
 @pytest.mark.parametrize("spared", ["sh", "-"])  # the shell tells the code, if it lives

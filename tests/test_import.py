@@ -19,3 +19,15 @@ def test_importing_does_nothing(tmp_path):
     done = run_script("-c", IMPORT, cwd=tmp_path, **own)
     assert done.returncode == 0 and not done.output, done.output
     assert not list(tmp_path.iterdir())
+
+
+WINDOWS = """
+import sys
+sys.modules["fcntl"] = None  # as on Windows
+import prepare
+"""
+
+
+def test_windows_gets_a_sentence():
+    done = run_script("-c", WINDOWS)
+    assert (done.returncode, done.output) == (2, "error: Windows lacks what this needs; use WSL.\n")

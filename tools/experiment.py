@@ -216,7 +216,7 @@ def wait_for(path, seconds):
     end = time.monotonic() + seconds
     while is_running(path):
         if time.monotonic() > end:
-            print(Log(path).text.strip().rpartition("\n")[2][:200])
+            print("the run's last line:", Log(path).text.strip().rpartition("\n")[2][:200])
             command = "again" if path == AGAIN else "run"
             print(f"next: {command}, which waits for this run")
             raise SystemExit
@@ -454,11 +454,16 @@ def next_step(rows):
 
 
 def describe_night(rows):
+    """Prints where the night stands, with the idea that waits for a verdict."""
     counts = Counter(row["status"] for row in rows)
     counts = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"branch {git('branch', '--show-current')}; rows: {counts or 'none'}")
     print(f"best: {git('log', '-1', '--format=%h %s', 'refs/tags/best')}")
     print(f"score to beat: {score_to_beat(rows)}")  # None before the baseline is kept
+    head = commit_of("HEAD")
+    idea = Log(RUN)
+    if not find_row(rows, head) and is_same(idea.commit, head) and not is_running(RUN):
+        show(idea, rows)
 
 
 def main():
