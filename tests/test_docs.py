@@ -67,7 +67,7 @@ def test_the_rule_is_the_one_that_is_simulated():
     assert (rule.discards, rule.speed, rule.ideas, rule.together) == (10, 0.1, 15, 6)
     for words in (
         "after ten discards in a row",
-        "10 % slower than `best`",
+        "that was 10 % slower",
         "After every fifteen ideas",
         "the six discards that came closest",
     ):
