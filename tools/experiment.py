@@ -232,9 +232,8 @@ def differences(log):
     return ", ".join(f"{key} {before} -> {now}" for key, before, now in pairs if before != now)
 
 
-def show(log, rows, remedy="train best `again`"):
-    """Prints what matters of a run that has ended, and how it compares with that of best. `remedy`
-    is for a speed that the change does not explain."""
+def show(log, rows):
+    """Prints what matters of the run of an idea, and how it compares with that of best."""
     best = Log(BEST)
     print(f"{log.commit}: {git('log', '-1', '--format=%s', log.commit)}")
     lines = [line[:200] for line in log.text.splitlines() if line.strip()]
@@ -250,9 +249,15 @@ def show(log, rows, remedy="train best `again`"):
         gain = to_beat - float(log.block["val_bpb"])
         word = "better" if gain > 0 else "worse"
         print(f"{abs(gain):.6f} {word} than {to_beat:.6f}, the score to beat")
-    if best.block and abs(log.speed() / best.speed() - 1) > 0.1:
-        faster = f"{log.speed() / best.speed() - 1:+.0%}"
-        print(f"speed {faster}: if the change does not explain it, {remedy} before you judge")
+    if not best.block or abs(log.speed() / best.speed() - 1) <= 0.1:
+        return
+    remedy = "train best `again`"
+    if rows[-1]["status"] == "again":  # that is done
+        if RUN.stat().st_mtime > BEST.stat().st_mtime:
+            return
+        remedy = "train the idea again (`run --repeat`)"
+    faster = f"{log.speed() / best.speed() - 1:+.0%}"
+    print(f"speed {faster}: if the change does not explain it, {remedy} before you judge")
 
 
 # ---- The night ----
@@ -374,7 +379,7 @@ def again(seconds):
             print(f"{key} of best: {log.block.get(key)}; it was {before.block.get(key)}")
     idea = Log(RUN)
     if is_same(idea.commit, commit_of("HEAD")) and not idea.problem:
-        show(idea, rows, "train the idea again (`run --repeat`)")
+        show(idea, rows)
 
 
 def judge(status, text):
