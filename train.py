@@ -157,7 +157,8 @@ def norm(x):
 
 
 class Linear(nn.Linear):
-    """Keeps fp32 weights for the optimizer; each forward pass casts them to the dtype of x."""
+    """Keeps fp32 weights for the optimizer; each forward pass casts them to the dtype of x. Cast a
+    gain, too: an fp32 vector that multiplies x makes fp32 of all that follows."""
 
     def __init__(self, in_features, out_features, bias=False):
         super().__init__(in_features, out_features, bias=bias)
@@ -207,7 +208,8 @@ class Attention(nn.Module):
         if self.gate is not None:
             gate = 2 * torch.sigmoid(self.gate(x[..., :VE_GATE_CHANNELS]))  # 1 at the start
             v = v + gate[..., None] * ve.view(v.shape)
-        # Without these norms set ATTENTION to "sdpa" on a CPU: exp in attend_blocks would overflow.
+        # Without these norms, or with gains in them, set ATTENTION to "sdpa" on a CPU: exp in
+        # attend_blocks could overflow.
         q = rotate(norm(q), cos, sin)
         k = rotate(norm(k), cos, sin)
         y = self.attend(q, k, v, self.window)
@@ -296,8 +298,9 @@ def embeddings(model):
 
 @torch.no_grad()
 def initialise(model, seed):
-    """Sets every parameter and buffer. The embedding tables become bf16 if that is the dtype of
-    activations; with fp16 they stay fp32, or AdamW's second moments would underflow."""
+    """Sets every parameter and buffer of GPT as shipped. The embedding tables become bf16 if that is
+    the dtype of activations; with fp16 they stay fp32, or AdamW's second moments would underflow.
+    """
     config = model.config
     device = model.lm_head.weight.device
     generator = torch.Generator(device).manual_seed(seed)
