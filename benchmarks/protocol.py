@@ -4,7 +4,7 @@ Simulates nights of research, to see what a rule for keeping changes is worth.
     uv run benchmarks/protocol.py    # a minute
 
 A change has a true effect on val_bpb, which nobody sees; a run shows the truth plus noise. The
-effects fit the one long night that the reference has published: 125 scored runs, 22 keeps, a
+effects fit the one long night that the original has published: 125 scored runs, 22 keeps, a
 recorded gain of 0.0282. All numbers are in units of 0.001 bits per byte. Caveats: one night was
 fitted, discards are assumed to add up, give or take 30 %, and the agent is assumed to know whether
 its change or the machine made a run slower.
@@ -189,9 +189,9 @@ def lower_wins(lab, rule):
             discards.append((lost, code.truth - lab.best.truth))
 
 
-REFERENCE = Rule(discards=NEVER, speed=NEVER, ideas=NEVER)
+ORIGINAL = Rule(discards=NEVER, speed=NEVER, ideas=NEVER)
 RULES = {
-    "reference": REFERENCE,
+    "original": ORIGINAL,
     "program.md": Rule(),
     "without again after discards": Rule(discards=NEVER),
     "without again for speed": Rule(speed=NEVER),
@@ -237,7 +237,7 @@ def main():
     parser.add_argument("--nights", type=int, default=4000, help="nights of each kind (4000)")
     args = parser.parse_args()
     ratios = print_rules(RULES, args.nights)["program.md"]
-    print("\nprogram.md / reference:", *(f"{ratio:.3f}" for ratio in ratios))
+    print("\nprogram.md / original:", *(f"{ratio:.3f}" for ratio in ratios))
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def test_tpe_learns_and_goes_on(call, tmp_path, monkeypatch):
     ("rule", "gains"),
     [
         (protocol.Rule(), [29.32, 57.85, 160.12, 29.93, 141.65, 121.01]),
-        (protocol.REFERENCE, [29.31, 57.59, 115.47, 26.07, 104.02, 54.27]),
+        (protocol.ORIGINAL, [29.31, 57.59, 115.47, 26.07, 104.02, 54.27]),
     ],
 )
 def test_the_simulated_nights_stay_the_same(rule, gains):

@@ -172,7 +172,7 @@ def test_the_last_choice_of_shards_holds(hub, monkeypatch):
     }
 
 
-def test_a_cache_of_the_reference_is_used_and_nothing_in_it_touched(hub, shards, tmp_path):
+def test_a_cache_of_the_original_is_used_and_nothing_in_it_touched(hub, shards, tmp_path):
     """This is how karpathy/autoresearch leaves it, with validation next to the rest."""
     before = {f"data/{name}": body for name, body in shards.items()} | {
         "tokenizer/tokenizer.tiktoken": b"of somebody",

@@ -58,7 +58,7 @@ if [ "${SANDBOX:-}" = none ]; then
   sandbox=()
 elif ! problem=$("${sandbox[@]}" true 2>&1); then
   say "the sandbox does not work here: $problem"
-  say "Install bubblewrap; on Ubuntu see docs/reference.md. In a container, whose host forbids it,"
+  say "Install bubblewrap; on Ubuntu see docs/manual.md. In a container, whose host forbids it,"
   say "the container is the sandbox: put no keys there, and run SANDBOX=none tools/night.sh $*"
   exit 2
 fi
