@@ -20,7 +20,7 @@ print("SHOW" + json.dumps({
     "running": log.best.tolist(), "gains": ranked.gain.tolist(),
     "curves": [values for _, values in curves],
     "texts": [text.get_text() for text in texts],
-    "title": "".join(axes.get_title("left") for axes in figure.axes),
+    "title": title, "lost": lost,
 }))
 """
 
@@ -52,8 +52,8 @@ LOGS = {
     "night": (
         NIGHT,
         {
-            "title": "4 experiments, 2 kept: 1.0000 to 0.9700, "
-            "a gain of 0.0300 ± 0.0058 at fresh seeds",
+            "title": "4 experiments, 2 kept, a gain of 0.0300 ± 0.0058 at fresh seeds",
+            "lost": ["b100000"],
             "counts": {"keep": 2, "discard": 1, "crash": 1, "again": 0},
             "running": [1.0, 0.99, 0.99, 0.99, 0.97],
             "gains": [0.02, 0.01],
@@ -68,7 +68,7 @@ LOGS = {
             "counts": {"keep": 3, "discard": 2, "crash": 1, "again": 1},
             "running": [1.0, 0.99, 0.99, 0.99, 0.97, 0.98, 0.976, 0.976],
             "gains": [0.02, 0.01, 0.004],
-            "title": "6 experiments, 3 kept: 1.0000 to 0.9760",
+            "title": "6 experiments, 3 kept: 1.0000 to 0.9760, not audited",
         },
     ),
     "crashes": (
@@ -109,6 +109,7 @@ def write_night(folder):
     for seed, gain in [(200, 0.02), (201, 0.04), (202, 0.03), (300, 0.5)]:
         lines.append({"commit": "ba5e000", "seed": seed, "val_bpb": 1.0, "seconds": 300.0})
         lines.append({"commit": "e400000", "seed": seed, "val_bpb": 1 - gain, "seconds": 300.0})
+    lines.append(lines[6] | {"commit": "b100000", "val_bpb": 1.1})  # each keep, with seed 300
     lines[5]["val_bpb"] = float("nan")  # it failed; the next line is its second run
     lines.append(lines[5] | {"val_bpb": 0.97})
     lines.append(lines[5] | {"val_bpb": 2.0, "seconds": 5.0})  # a quick trial
@@ -186,6 +187,7 @@ def test_the_recorded_night(executed):
     """The gain and the counts are those of the night's page, which has no records."""
     outputs = executed["recorded"][1]
     shown = read(outputs)
-    assert shown["title"].startswith("30 experiments, 14 kept: 0.9240 to 0.8658, a gain of 0.0555")
+    assert shown["title"].startswith("30 experiments, 14 kept, a gain of 0.0555 ± 0.0039 at")
+    assert len(shown["lost"]) == 4
     assert math.isnan(shown["pace"]) and not shown["curves"]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
