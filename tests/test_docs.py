@@ -37,7 +37,7 @@ def test_quoted_variables_knobs_and_files_exist(name):
 # ---- A clone by Windows' git, used in WSL ----
 def test_a_clone_that_turns_lines_into_crlf_is_the_same(tmp_path):
     repo, clone = tmp_path / "repo", tmp_path / "clone"
-    names = [".ci/run", "train.py", "program.md", "night.png"]
+    names = [".ci/run", "train.py", "program.md", "nights/2026-11-26/progress.png"]
     for name in [*names, ".gitattributes"]:
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, repo / name)

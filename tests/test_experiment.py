@@ -1,7 +1,6 @@
 """tools/experiment.py carries out a night, whatever interrupts it."""
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -12,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.common import ROOT, edited, run_script
+from tests.common import ROOT, run_script
 from tools import experiment
 
 import pytest
@@ -54,9 +53,6 @@ class Night:
         (folder / "train.py").write_text(TRAIN)
         (folder / "prepare.py").write_text("")
         self.results = folder / "results.tsv"
-        self.init()
-
-    def init(self):
         self.git("init", "-qb", "main")
         self.git("add", ".")
         self.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "one")
@@ -222,29 +218,6 @@ def test_hints_after_ten_and_fifteen(night):
     ideas = [row for row in night.rows() if row[3] == "discard"]
     closest = sorted(ideas, key=lambda row: float(row[1]))[:6]
     assert f"try these together: {' '.join(row[0] for row in closest)}\n" in out
-
-
-def test_real_runs(tmp_path, cache):
-    """The real train.py, for a second, and tools/rerun.py."""
-    folder = edited(tmp_path / "a night").parent
-    shutil.copy(ROOT / ".gitignore", folder)
-    night = Night.__new__(Night)
-    night.folder = folder
-    night.results = folder / "results.tsv"
-    night.init()
-    own = {"AUTORESEARCH_TIME_BUDGET": 1, "AUTORESEARCH_RUNS": tmp_path / "runs"}
-    night.call("begin", "nov27", **own)
-    out = night.call("run", **own)
-    block = experiment.Log(folder / "run.log").block
-    assert block["commit"] == night.git("rev-parse", "--short", "HEAD")
-    for key in (*experiment.SHOWN, *experiment.MUST_AGREE):
-        assert block[key] not in ("", "None"), key
-    assert f"val_bpb: {block['val_bpb']}; best: None\n" in out
-    night.call("keep", "baseline", **own)
-    out = night.call("again", **own)
-    assert "val_bpb of best: " in out and night.rows()[1][3] == "again"
-    records = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")]
-    assert [record["commit"] for record in records] == 2 * [block["commit"]]
 
 
 # ---- What a command refuses ----

@@ -13,6 +13,7 @@ from tests.common import LITTLE, ROOT, edited, run_script, train
 from tests.test_report import KEYS, parse_block
 from tests.test_rerun import commit
 from tests.test_security import GUARD
+from tools import experiment
 
 import numpy as np
 import pytest
@@ -38,6 +39,16 @@ def good(cache, tmp_path_factory):
     made = before(BUFFER, f'        self.register_buffer("mask", {mask})\n')
     used = before(EMBED, f"        assert self.mask.equal({mask})\n")
     return train(edited(folder / "code", [made, used]), 2, PYTHONPATH=folder)
+
+
+def test_the_nights_tool_reads_what_a_run_prints(good, tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(f"commit abc1234, attempt 1, after 0 rows\n{good.output}\nexit 0\n")
+    run = experiment.Log(log)
+    assert (run.commit, run.code, run.problem) == ("abc1234", 0, None)
+    for key in (*experiment.SHOWN, *experiment.MUST_AGREE):
+        assert run.block[key] not in ("", "None"), key
+    assert run.memory_gb() > 0 and run.speed() > 0
 
 
 def test_a_run_ends_with_a_block_and_a_record(good):
