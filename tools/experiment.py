@@ -243,7 +243,8 @@ def show(log, rows):
         print(*lines[-6:], f"no valid score: {log.problem}", sep="\n")
         return
     for key in SHOWN:
-        print(f"{key}: {log.block.get(key)}; best: {best.block.get(key)}")
+        beside = f"; best: {best.block.get(key)}" if best.block else ""
+        print(f"{key}: {log.block.get(key)}{beside}")
     to_beat = score_to_beat(rows)
     if to_beat is not None:
         gain = to_beat - float(log.block["val_bpb"])
