@@ -265,13 +265,13 @@ def test_only_another_corpus_is_built(own_cache, monkeypatch, last, options, bui
 
 
 @pytest.mark.parametrize("content", ["", '{"options": {"corpus": "python"}}'])  # cut off; older
-def test_a_text_that_is_not_known_is_not_replaced_by_another(content, own_cache, capsys):
+def test_a_text_that_is_not_known_is_not_replaced_by_another(content, own_cache, other, capsys):
     (prepare.PREPARED / "manifest.json").write_text(content)
     before = contents(own_cache)
     assert "does not say from what it was made; name it" in refusal(capsys, run_prepare)
     assert contents(own_cache) == before
-    run_prepare("--corpus", "python")
-    assert prepare.load_manifest()["corpus"] == "python"
+    run_prepare("--data-dir", other)
+    assert prepare.load_manifest()["corpus"] == str(other)
 
 
 # ---- Damage ----

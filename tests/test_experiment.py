@@ -281,14 +281,14 @@ def test_another_text_is_noticed_before_a_verdict(night):
 
 def test_a_second_agent_is_told(night):
     night.edit("idea", 0.8)
-    night.call("run", "--wait", 0, "idea", SLEEP=2)
+    night.call("run", "--wait", 0, "idea", SLEEP=1.5)
     with subprocess.Popen(
         [sys.executable, "tools/experiment.py", "run"], cwd=night.folder, stdout=subprocess.DEVNULL
     ):
         time.sleep(0.4)
         assert "another agent works\nin this folder" in night.call("run", "--wait", 0)
     night.edit("other", 0.7)
-    night.call("run", "--wait", 0, "other", SLEEP=2)
+    night.call("run", "--wait", 0, "other", SLEEP=1)
     night.git("reset", "-q", "--hard", "best")
     assert "does another agent work here?" in night.call("run", code=2)
     night.wait()
@@ -479,10 +479,8 @@ def test_a_full_disk_ends_a_run(night):
 @pytest.mark.parametrize(
     "environment",
     [
-        {"FORCE_COLOR": "1"},
+        {"FORCE_COLOR": "1", "PYTHONSAFEPATH": "1", "LC_ALL": "C", "LANGUAGE": "de"},
         {"GIT_DIR": "/nowhere", "GIT_WORK_TREE": "/", "GIT_INDEX_FILE": "/nowhere/index"},
-        {"PYTHONSAFEPATH": "1"},
-        {"LC_ALL": "C", "LANGUAGE": "de"},
     ],
 )
 def test_odd_environments(clone, environment):
