@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from time import monotonic as _now  # bound here, so that patching `time` has no effect
@@ -854,9 +855,9 @@ def build(corpus, folder):
 
 def prepare(named):
     """Prepares a corpus: the one that is named, else that of last time, else the usual one. Does
-    nothing if it is prepared; a folder always is again, since its text may have changed. A new
-    folder is made and then takes the place of the old one, so that no run sees a
-    mixture. Runs keep what they have opened."""
+    nothing if that is prepared, but a folder always is again, since its text may have changed.
+    What is new is made beside the old and then takes its place, so that no run sees a mixture.
+    Runs keep what they have opened."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PREPARED.name}.new")
     old = PREPARED.with_name(f"{PREPARED.name}.old")
@@ -890,10 +891,10 @@ def main():
         description="Prepares the cache, by default with the options of last time."
     )
     group = parser.add_mutually_exclusive_group()
-    add = group.add_argument
-    add("--num-shards", dest="corpus", type=int, help="training shards of ClimbMix (20; -1: all)")
+    add = partial(group.add_argument, dest="corpus")
+    add("--num-shards", type=int, metavar="N", help="training shards of ClimbMix (20; -1: all)")
     add("--corpus", choices=("python",), help="sources of Python and its packages, no download")
-    add("--data-dir", dest="corpus", type=os.path.abspath, help="parquet files; last: validation")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="parquet files; last: validation")
     args = parser.parse_args()
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
