@@ -143,6 +143,9 @@ def executed(tmp_path_factory):
         for variable in ("JUPYTER_PATH", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
             patch.setenv(variable, str(home))
         patch.delenv("AUTORESEARCH_RESULTS", raising=False)
+        patch.delenv("PYTHONPATH")  # a fork's log may lie anywhere
+        (home / "matplotlibrc").write_text("text.usetex: true")  # which needs TeX
+        patch.setenv("MPLCONFIGDIR", str(home))
         patch.setenv("AUTORESEARCH_RUNS", "runs")
         where = {"metadata": {"path": str(home)}}
         NotebookClient(notebook, timeout=100, allow_errors=True, resources=where).execute()
