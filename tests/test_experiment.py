@@ -281,17 +281,16 @@ def test_another_text_is_noticed_before_a_verdict(night):
 
 def test_a_second_agent_is_told(night):
     night.edit("idea", 0.8)
-    night.call("run", "--wait", 0, "idea", SLEEP=1.5)
-    with subprocess.Popen(
-        [sys.executable, "tools/experiment.py", "run"], cwd=night.folder, stdout=subprocess.DEVNULL
-    ):
-        time.sleep(0.4)
-        assert "another agent works\nin this folder" in night.call("run", "--wait", 0)
-    night.edit("other", 0.7)
-    night.call("run", "--wait", 0, "other", SLEEP=1)
+    night.call("run", "--wait", 0, "idea", SLEEP=60)
+    command = [sys.executable, "tools/experiment.py", "run"]
+    with subprocess.Popen(command, cwd=night.folder, stdout=subprocess.DEVNULL) as first:
+        end = time.monotonic() + 20
+        while "another agent works\nin this folder" not in night.call("run", "--wait", 0):
+            assert time.monotonic() < end
+        first.kill()
     night.git("reset", "-q", "--hard", "best")
     assert "does another agent work here?" in night.call("run", code=2)
-    night.wait()
+    night.kill_run()
 
 
 # ---- Kills: every state that one can leave ----
@@ -302,7 +301,7 @@ def test_killed_before_the_commit(night):
 
 def test_killed_during_the_run_of_an_idea(night, tmp_path):
     night.edit("idea", 0.8)
-    assert "step" not in night.call("run", "idea", "--wait", 0, SLEEP=2, TRAINED=tmp_path / "t")
+    assert "step" not in night.call("run", "idea", "--wait", 0, SLEEP=4, TRAINED=tmp_path / "t")
     assert "next: run, which waits for the run that is under way" in night.call()
     assert "a run is under way" in night.call("keep", "idea", code=2)
     assert "a run is under way" in night.call("again", code=2)
@@ -363,7 +362,7 @@ def test_killed_between_the_tag_and_the_log_of_best(night):
 def test_killed_in_again(night, tmp_path):
     night.edit("idea", 0.8)
     night.call("run", "idea")
-    out = night.call("again", "--wait", 0, SLEEP=1, TRAINED=tmp_path / "t")
+    out = night.call("again", "--wait", 0, SLEEP=2, TRAINED=tmp_path / "t")
     assert out.endswith("next: again, which waits for this run\n")
     assert "best is being trained again" in night.call("run", code=2)
     night.wait()  # it ends, and the next command logs it
