@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from tools.experiment import fail, read_results
+from tools.experiment import append_line, fail, read_results
 
 import numpy as np
 
@@ -72,14 +72,6 @@ def load(path):
     return runs
 
 
-def add_line(path, run):
-    """Appends a run as a line of its own, whatever the file ends with."""
-    content = path.read_text(errors="replace") if path.exists() else ""
-    begin = "\n" if content and not content.endswith("\n") else ""
-    with open(path, "a") as file:
-        file.write(begin + json.dumps(run) + "\n")
-
-
 def train_in_turn(folder, commits, seeds):
     """Prints a row for each run. Returns their val_bpb, [seeds, commits]."""
     path = folder / "audit.jsonl"
@@ -102,7 +94,7 @@ def train_in_turn(folder, commits, seeds):
                         "audit.jsonl away."
                     )
                 texts |= {run["data"]} - {None}
-                add_line(path, run)
+                append_line(path, json.dumps(run))
             scores[i, j] = run["val_bpb"]
             columns = [seed, commit, f"{run['val_bpb']:.6f}", run["num_steps"], run["integrity"]]
             columns.append(run.get("ended", "earlier"))

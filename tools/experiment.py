@@ -90,22 +90,24 @@ def read_results(path=RESULTS):
     return rows
 
 
-def add_row(*fields):
-    """Appends a row as a line of its own, whole or not at all."""
-    line = "\t".join(" ".join(str(field).split()) for field in fields) + "\n"
-    handle = os.open(RESULTS, os.O_RDWR | os.O_APPEND)
+def append_line(path, line):
+    """Appends a line of its own, whatever the file ends with, and whole or not at all."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     size = os.fstat(handle).st_size
-    if size and os.pread(handle, 1, size - 1) != b"\n":
-        line = "\n" + line  # the row before was cut off
-    content = line.encode()
+    torn = size and os.pread(handle, 1, size - 1) != b"\n"  # the line before was cut off
+    content = ("\n" * bool(torn) + line + "\n").encode()
     try:
         if os.write(handle, content) < len(content):
-            raise OSError(errno.ENOSPC, "No space left on device", str(RESULTS))
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
     except OSError:
         os.ftruncate(handle, size)
         raise
     finally:
         os.close(handle)
+
+
+def add_row(*fields):
+    append_line(RESULTS, "\t".join(" ".join(str(field).split()) for field in fields))
 
 
 def find_row(rows, commit):

@@ -30,7 +30,7 @@ case ${1:-} in
     agent=(codex exec --dangerously-bypass-approvals-and-sandbox)
     ;;
   --)
-    own=/tmp
+    own=
     shift
     ;;
   *)
@@ -41,14 +41,14 @@ esac
 
 may_write=("$here" "$(git rev-parse --path-format=absolute --git-common-dir)"
   "${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}" "${AUTORESEARCH_RUNS:-$here}"
-  "${UV_CACHE_DIR:-$HOME/.cache/uv}" "$own")
+  "${UV_CACHE_DIR:-$HOME/.cache/uv}" ${own:+"$own"})
 sandbox=(bwrap --unshare-pid --die-with-parent --cap-drop ALL
   --ro-bind / / --dev-bind /dev /dev --proc /proc --tmpfs /tmp)
 if [ -d /run/user ]; then sandbox+=(--tmpfs /run/user); fi
 for place in "${may_write[@]}"; do
   mkdir -p "$place"
   place=$(realpath "$place") # bwrap does not follow links
-  if [ "$place" != /tmp ]; then sandbox+=(--bind "$place" "$place"); fi
+  sandbox+=(--bind "$place" "$place")
 done
 for place in "$here/prepare.py" "$here/tools"; do
   sandbox+=(--ro-bind "$place" "$place")
