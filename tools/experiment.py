@@ -168,16 +168,21 @@ class Log:
         return float(self.block["tokens_per_second"])
 
 
+def lock(handle):
+    """Locks an open file until it is closed. Returns False if another process has the lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def is_running(path):
     """A log stays locked while a process of its run lives."""
     if not path.exists():
         return False
     with open(path, "r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not lock(file)
 
 
 def start(path, commit, rows, *command):
@@ -186,9 +191,7 @@ def start(path, commit, rows, *command):
     before = Log(path)
     attempt = before.attempt + 1 if is_same(before.commit, commit) else 1
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(handle):
         return  # another call was faster: wait for its run
     os.ftruncate(handle, 0)
     header = f"commit {commit}, attempt {attempt}, after {len(rows)} rows\n".encode()
@@ -210,9 +213,8 @@ def start(path, commit, rows, *command):
 def wait_for(path, seconds):
     """Returns the log of a run that has ended. After `seconds` shows how far it is, and exits."""
     waiting = os.open("tools", os.O_RDONLY)
-    try:
-        fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    alone = lock(waiting)
+    if not alone:
         print("another command waits for this run, too: if you started none, another agent works")
         print("in this folder; stop then, since there must be one at a time.")
     end = time.monotonic() + seconds
@@ -223,6 +225,7 @@ def wait_for(path, seconds):
             print(f"next: {command}, which waits for this run")
             raise SystemExit
         time.sleep(0.2)
+        alone = alone or lock(waiting)  # the other may have been a short one
     os.close(waiting)
     return Log(path)
 
