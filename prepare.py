@@ -33,7 +33,8 @@ from time import monotonic as _now  # bound here, so that patching `time` has no
 
 _imported = _now()  # total_seconds counts from here
 # Read when CUDA starts. Without it, fragmentation can end a run late although its batch fits.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if not os.path.exists("/usr/lib/wsl"):  # whose drivers may fail with it (pytorch's issue 192330)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 import pyarrow as pa
@@ -83,8 +84,9 @@ else:
         DEVICE_NAME = model[1] if model else "cpu"  # ARM's kernel tells none
 if not usable:
     fail(
-        "torch cannot use the GPU here; update its driver (to 580 or newer), or set "
-        "CUDA_VISIBLE_DEVICES to a GPU from Turing on, or to -1 for none."
+        "torch cannot use the GPU here, which needs Turing or newer and driver 580 or newer (on WSL "
+        "that of Windows); see 'Older drivers and GPUs' in docs/manual.md, or set "
+        "CUDA_VISIBLE_DEVICES to another GPU, or to -1 for none."
     )
 PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or PROFILE
 if PROFILE not in ("full", "medium", "small"):

@@ -15,8 +15,11 @@ import itertools
 import logging
 import math
 import os
+import signal
 import sys
 from collections import Counter, defaultdict
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +45,11 @@ from prepare import (  # before torch: this starts the clock of total_seconds
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 # ---- Knobs: every number worth turning ----
 # fmt: off
@@ -86,7 +94,7 @@ WARMUP_RATIO      = 0.0                              # share of TIME_BUDGET in w
 WARMDOWN_RATIO    = 0.5                              # share at the end in which it falls
 FINAL_LR_FRAC     = 0.0                              # final lr / peak lr
 # Run
-ATTENTION         = "auto"                           # or fa3, varlen, blocks, sdpa
+ATTENTION         = "auto"                           # or fa3, fa4, varlen, blocks, sdpa
 CPU_QUERY_BLOCK   = 32                               # queries per block of attention on a CPU
 COMPILE           = True                             # False: slower, errors point at their line
 # fmt: on
@@ -598,6 +606,9 @@ def load_varlen():
         raise RuntimeError("needs compute capability 8.0")
     from torch.nn.attention.varlen import varlen_attn
 
+    if current_flash_attention_impl():  # a rung before this one switched torch to FlashAttention 4
+        restore_flash_attention_impl()
+
     def attend(q, k, v, window):
         B, T = q.shape[:2]
         ends = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
@@ -606,6 +617,17 @@ def load_varlen():
         out = varlen_attn(q, k, v, ends, ends, T, T, window_size=size, enable_gqa=True)
         return out.unflatten(0, (B, T))
 
+    return attend
+
+
+def load_fa4():
+    """FlashAttention 4 (arXiv 2603.05451), which torch calls in varlen_attn once it is switched on.
+    It needs the package flash-attn-4, and Hopper or a Blackwell of the data centre."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        raise RuntimeError("needs compute capability 9.x or 10.x")
+    attend = load_varlen()
+    activate_flash_attention_impl("FA4")
+    attend.snapshot = version("flash-attn-4")
     return attend
 
 
@@ -661,11 +683,17 @@ def attend_sdpa(q, k, v, window):
 
 BACKENDS = {
     "fa3": load_fa3,
+    "fa4": load_fa4,
     "varlen": load_varlen,
     "blocks": lambda: attend_blocks,
     "sdpa": lambda: attend_sdpa,
 }
-BACKEND_ORDER = {"cuda": ("fa3", "varlen", "sdpa"), "cpu": ("blocks", "sdpa"), "mps": ("sdpa",)}
+FA4 = ("fa4",) if find_spec("flash_attn") else ()  # without the package nothing is said about it
+BACKEND_ORDER = {
+    "cuda": ("fa3", *FA4, "varlen", "sdpa"),
+    "cpu": ("blocks", "sdpa"),
+    "mps": ("sdpa",),
+}
 ATTENTION_TOLERANCE = 0.02  # relative; bf16 rounding gives 0.004, a wrong window over 0.1
 
 
@@ -712,7 +740,8 @@ def choose_attention(device, config):
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
     return fail(
-        "no attention back-end works, see above; change ATTENTION, KV_HEADS, HEAD_DIM or COMPILE."
+        "no attention back-end works, for the reasons above; install gcc if that is missing, or "
+        "change ATTENTION, KV_HEADS, HEAD_DIM or COMPILE."
     )
 
 
@@ -865,6 +894,7 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback of compilers
     try:
         main()
     except Exception as error:

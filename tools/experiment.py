@@ -153,13 +153,15 @@ class Log:
             return f"cut off: it was killed, or the disk was full ({free:.0f} MB are free now)"
         return f"exit {self.code}"
 
-    def may_be_repeated(self):
+    def is_disturbed(self):
         """Whether the machine, and not the idea, may be to blame for the problem."""
-        if self.code == 2:  # set-up or usage
-            return True
-        flags = re.match("overtime|startup|evaluation", self.problem or "")
-        killed = self.code in (None, 137, 143)
-        return bool(self.problem and (flags or killed)) and self.attempt < 2
+        if not self.problem:
+            return False
+        flagged = re.match("overtime|startup|evaluation", self.problem)
+        return bool(flagged) or self.code in (None, 137, 143)
+
+    def may_be_repeated(self):
+        return self.code == 2 or self.is_disturbed() and self.attempt < 2  # 2: set-up or usage
 
     def memory_gb(self):
         return float(self.block["peak_vram_mb"]) / 1024
@@ -208,6 +210,7 @@ def start(path, commit, rows, *command):
         start_new_session=True,
     )
     os.close(handle)
+    print(f"training {commit}; to watch it: tail -f {path}", flush=True)
 
 
 def wait_for(path, seconds):
@@ -240,7 +243,7 @@ def differences(log):
 def show(log, rows):
     """Prints what matters of the run of an idea, and how it compares with that of best."""
     best = Log(BEST)
-    print(f"{log.commit}: {git('log', '-1', '--format=%s', log.commit)}")
+    print(git("log", "-1", '--format=%h "%s"', log.commit))
     lines = [line[:200] for line in log.text.splitlines() if line.strip()]
     for line in filter(NOTICES.match, lines):
         print(line)
@@ -250,6 +253,9 @@ def show(log, rows):
     for key in SHOWN:
         beside = f"; best: {best.block.get(key)}" if best.block else ""
         print(f"{key}: {log.block.get(key)}{beside}")
+    if differences(log):
+        print(f"does not compare with best: {differences(log)}")
+        return
     to_beat = score_to_beat(rows)
     if to_beat is not None:
         gain = to_beat - float(log.block["val_bpb"])
@@ -277,7 +283,9 @@ def finish():
         changed = differences(log)
         if changed:
             AGAIN.unlink()
-            fail(f"best, trained again, does not compare: {changed}; restore that, then `again`.")
+            fail(
+                f"best, trained again, does not compare: {changed}; restore what it was, then `again`."
+            )
         later = rows[log.rows :]
         logged = [row for row in later if row["status"] == "again"]
         if not find_row(logged, log.commit):
@@ -378,11 +386,12 @@ def again(seconds):
     log = wait_for(AGAIN, seconds)
     if log.problem:
         show(log, rows)
+        print("next: again, once more; do first what an error says")
+        raise SystemExit
     before = Log(BEST)
     rows = finish()
-    if not log.problem:
-        for key in SHOWN:
-            print(f"{key} of best: {log.block.get(key)}; it was {before.block.get(key)}")
+    for key in SHOWN:
+        print(f"{key} of best: {log.block.get(key)}; it was {before.block.get(key)}")
     idea = Log(RUN)
     if is_same(idea.commit, commit_of("HEAD")) and not idea.problem:
         show(idea, rows)
@@ -410,8 +419,8 @@ def judge(status, text):
         changed = differences(log)
         if changed:
             fail(
-                f"this run does not compare with the score to beat: {changed}; restore that, for "
-                "example prepare the night's text again, then `run --repeat`."
+                f"this run does not compare with the score to beat: {changed}; restore what it "
+                "was, then `run --repeat`."
             )
         score = log.block["val_bpb"]
         memory = f"{log.memory_gb():.1f}"
@@ -446,10 +455,14 @@ def next_step(rows):
         if not is_same(log.commit, head):
             return f"run, which trains {head}"
         if not log.problem:
-            return JUDGE
+            return "restore what it was, then run --repeat" if differences(log) else JUDGE
+        if log.code == 2:
+            return "do what the error says, then run"
         if log.may_be_repeated():
-            return "run, which trains it once more; do first what an error says"
-        return 'mend train.py and `run`, or crash "what it was, and why it failed"'
+            return "run, which trains it once more"
+        if log.is_disturbed():
+            return "run --repeat if the machine was busy, else mend train.py and run, or crash it"
+        return 'mend train.py and run, or crash "what it was, and why it failed"'
     if head != best_commit():
         return f"HEAD is {head}, an old commit; git reset --keep best"
     if train_is_changed():
@@ -469,7 +482,7 @@ def describe_night(rows):
     counts = Counter(row["status"] for row in rows)
     counts = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"branch {git('branch', '--show-current')}; rows: {counts or 'none'}")
-    print(f"best: {git('log', '-1', '--format=%h %s', 'refs/tags/best')}")
+    print("best:", git("log", "-1", '--format=%h "%s"', "refs/tags/best"))
     print(f"score to beat: {score_to_beat(rows)}")  # None before the baseline is kept
     head = commit_of("HEAD")
     idea = Log(RUN)

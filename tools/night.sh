@@ -13,6 +13,7 @@ cd "$here"
 
 say() { echo "night.sh: $*" >&2; }
 
+if [ "${1:-}" = -- ] && [ $# = 1 ]; then set --; fi # no command: show the usage
 case ${1:-} in
   claude)
     # Claude Code replaces its settings by a rename, which needs a folder that may be written. It
@@ -44,7 +45,10 @@ may_write=("$here" "$(git rev-parse --path-format=absolute --git-common-dir)"
   "${UV_CACHE_DIR:-$HOME/.cache/uv}" ${own:+"$own"})
 sandbox=(bwrap --unshare-pid --die-with-parent --cap-drop ALL
   --ro-bind / / --dev-bind /dev /dev --proc /proc --tmpfs /tmp)
-if [ -d /run/user ]; then sandbox+=(--tmpfs /run/user); fi
+# The sockets of other programs; through those in /run/WSL one starts programs of Windows.
+for place in /run/user /run/WSL; do
+  if [ -d $place ]; then sandbox+=(--tmpfs $place); fi
+done
 for place in "${may_write[@]}"; do
   mkdir -p "$place"
   place=$(realpath "$place") # bwrap does not follow links
@@ -64,8 +68,13 @@ elif ! problem=$("${sandbox[@]}" true 2>&1); then
 fi
 
 if [ ! -v agent ]; then exec "${sandbox[@]}" "$@"; fi
-if [ ! -x "$(command -v "$1")" ]; then
-  say "$1 is not installed, or not on the PATH"
+if ! "${sandbox[@]}" "$1" --version > /dev/null 2>&1; then
+  say "$1 does not start in the sandbox: install it here (on WSL, not on Windows)"
+  exit 2
+fi
+changed=$(git status --porcelain | head -1)
+if [ ! -e results.tsv ] && [ -n "$changed" ]; then
+  say "a night begins with what is committed, so commit or undo this first (git status): $changed"
   exit 2
 fi
 trap 'exit 130' INT TERM
@@ -80,7 +89,7 @@ while true; do
   else
     wait=10
   fi
-  say "the agent ended its turn after $took s; it starts again in $wait s"
+  say "$(date +%H:%M) the agent ended its turn after $took s; it starts again in $wait s"
   sleep $wait &
   wait $! # a trap does not wait for this
 done
