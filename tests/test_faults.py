@@ -1,8 +1,10 @@
-"""Breaks preparation and training on purpose, and checks how each ends and what is left behind.
+"""The slow tests, of a tiny model that trains for two seconds without compilation.
 
-    uv run pytest -m faults -n0 -s     with a line for each fault
-
-The texts are made up, and a tiny model trains for two seconds without compilation.
+uv run pytest -m faults -n0 -s     breaks preparation and training on purpose: how does each
+                                   end, and what is left behind? Prints a line for each fault.
+uv run pytest -m redteam -n0 -s    runs honest, mistaken and hostile edits of train.py, which
+                                   must end as EDITS says; to try another, add an entry.
+                                   Prints a table: edit, exit code, score, integrity.
 """
 
 import json
@@ -18,11 +20,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import prepare
-from tests.common import edited, make_corpus
+from tests.common import edited, make_corpus, train
+from tests.test_report import parse_block
 
 import pytest
 
-pytestmark = pytest.mark.faults
 KILLS = 20
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
@@ -30,14 +32,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # ---- Processes and caches ----
 def start(code, script, cache, *args):
     own = {"AUTORESEARCH_CACHE": str(cache), "AUTORESEARCH_TIME_BUDGET": "2"}
-    return subprocess.Popen(
-        [sys.executable, script, *args],
-        env=os.environ | own,
-        cwd=code,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, script, *args]
+    return subprocess.Popen(command, env=os.environ | own, cwd=code, **pipes)
 
 
 def run(*command):
@@ -111,25 +108,27 @@ def kill(process, seconds, rng):
     return exit_code, said
 
 
+@pytest.mark.faults
 def test_killed_preparations(code, whole, copy):
     """Prepares one corpus and the other in turn: what is left is one of the two."""
     rng = random.Random(time.time_ns())
     states = Counter()
-    expected = {"first": made(whole.caches[0]), "second": made(whole.caches[1])}
+    expected = {made(cache): i for i, cache in enumerate(whole.caches)}
     print()
     for i in range(KILLS):
         process = start(code, "prepare.py", copy, "--data-dir", whole.corpora[(i + 1) % 2])
         kill(process, whole.preparation, rng)
-        [state] = [name for name, files in expected.items() if files == made(copy)]
+        state = expected[made(copy)]
         states[state] += 1
         print(f", left: {state}")
     print(dict(states))
     assert run(code, "prepare.py", copy, "--data-dir", whole.corpora[1])[0] == 0
-    assert made(copy) == expected["second"]
+    assert expected[made(copy)] == 1
     assert run(code, "train.py", copy)[0] == 0
     assert {path.name for path in copy.iterdir()} == {"small", "runs"}
 
 
+@pytest.mark.faults
 def test_killed_runs(code, whole, copy):
     """No killed run leaves half a record."""
     rng = random.Random(time.time_ns())
@@ -168,33 +167,110 @@ def disk(tmp_path, whole):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def pages(size):
-    return -(-size // 4096)
+def pages(path):
+    return -(-path.stat().st_size // 4096)
 
 
+@pytest.mark.faults
 def test_a_disk_that_fills_at_each_stage_of_a_preparation(code, whole, disk):
     """The old cache stays until the new one is there."""
-    corpus = whole.corpora[1]
-    old = sum(pages(path.stat().st_size) for path in (disk / "small").iterdir())
-    written = old
+    written = sum(map(pages, (disk / "small").iterdir()))
+    command = (code, "prepare.py", disk, "--data-dir", whole.corpora[1])
     print()
     for name in ("val.u16", "train.u16", "train.npy", "manifest.json"):
-        size = pages((whole.caches[1] / "small" / name).stat().st_size)
+        size = pages(whole.caches[1] / "small" / name)
         assert mount(disk, f"remount,size={4096 * (written + size // 2)}")
-        ended, last, _ = run(code, "prepare.py", disk, "--data-dir", corpus)
+        ended, last, _ = run(*command)
         print(f"no space for {name}: exit {ended}, {last[:90]!r}")
         assert ended == 2 and last.startswith("error: ") and "free space" in last
         assert made(disk) == made(whole.caches[0])
         written += size
     assert mount(disk, f"remount,size={4096 * written}")
-    assert run(code, "prepare.py", disk, "--data-dir", corpus)[0] == 0
+    assert run(*command)[0] == 0
     assert made(disk) == made(whole.caches[1])
     assert [path.name for path in disk.iterdir()] == ["small"]
 
 
 # ---- Nothing broken ----
+@pytest.mark.faults
 def test_the_embedded_corpus_is_prepared_and_trained_on(code, tmp_path):
     ended, last, _ = run(code, "prepare.py", tmp_path)
     ready = r"ready: small profile, [1-9]\d\.\d million training tokens, 512 validation rows; "
     assert ended == 0 and re.search(ready, last)
     assert run(code, "train.py", tmp_path)[0] == 0
+
+
+# ---- Edits of train.py. test_metric.py has tricks of a model alone, test_report.py all flags ----
+WARM_UP = "    rows = warm_up(*parts)\n"
+LOADER = "    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)\n"
+STEP = "        loss, batch = train_step(model, optimizer, batch, batches, micro_batches)\n"
+EVALUATE = "    evaluate_bpb(\n"
+EMBED = "        x = norm(look_up(self.wte, idx).to(self.config.dtype))\n"
+LOGITS = "            return logits\n"
+
+BY_LENGTH = """\
+    short = make_dataloader(tokenizer, 2 * rows, MAX_SEQ_LEN // 2)
+    full = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
+    batches = iter(lambda: next(short if elapsed() < TIME_BUDGET / 2 else full), None)
+"""
+GROWING = STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))")
+COUNT_BIGRAMS = """\
+    import numpy, prepare
+    tokens = numpy.fromfile(prepare.PREPARED / prepare.TOKENS_FILE, "<u2")
+    tokens = torch.from_numpy(tokens.astype("int64"))
+    table = torch.ones(config.vocab_size, config.vocab_size)
+    table.index_put_((tokens[:-1], tokens[1:]), torch.ones(()), accumulate=True)
+    GPT.bigrams = (table / table.sum(1, keepdim=True)).log()
+"""
+BIGRAMS = [
+    (WARM_UP, COUNT_BIGRAMS + WARM_UP),
+    (LOGITS, "            return logits + self.bigrams[idx]\n"),
+]
+TRAIN_FOR_5_SECONDS = """\
+    import time
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        train_step(compiled_model, optimizer, next(batches), batches, 1)
+"""
+LEAK = EMBED + "        x = x if self.training else x + x.roll(-1, 1)\n"
+
+# {name: (pairs (text of train.py, its replacement), exit code, pattern of `integrity`, the share of
+# the unedited run's score above which the score must stay)}
+EDITS = {
+    "none": ([], 0, "ok", 0.8),
+    "lengths that grow": ([(LOADER, BY_LENGTH)], 0, "ok", 0.8),
+    "a batch that grows": ([(STEP, GROWING)], 0, "ok", 0.8),
+    "bigrams counted first": (BIGRAMS, 0, "opened: the run itself read train.u16", 0.3),
+    "trains after the last batch": (
+        [(EVALUATE, TRAIN_FOR_5_SECONDS + EVALUATE)],
+        0,
+        r"overtime: \d+\.\d s, over 3\.02",
+        0.4,
+    ),
+    "a leak only in evaluation": ([(EMBED, LEAK)], 3, "FAIL causality: .*", None),
+}
+
+
+@pytest.fixture(scope="module")
+def honest(cache, tmp_path_factory):
+    """Returns the score of a run without an edit."""
+    [record] = train(edited(tmp_path_factory.mktemp("honest") / "code"), 2).records
+    return record["val_bpb"]
+
+
+@pytest.mark.redteam
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_run_ends_as_it_must(name, honest, tmp_path):
+    replace, code, says, best = EDITS[name]
+    done = train(edited(tmp_path / "code", replace), 2)
+    block = parse_block(done.stdout)
+    told = block.get("integrity", "")
+    print(f"| {name} | {done.returncode} | {block.get('val_bpb')} | {told} |")
+    assert done.returncode == code, done.output
+    assert re.fullmatch(says, told), told
+    scores = [record["val_bpb"] for record in done.records]
+    if code == 0:
+        assert [f"{score:.6f}" for score in scores] == [block["val_bpb"]]
+        assert best * honest < scores[0] < 1.25 * honest
+    else:
+        assert not scores and block["val_bpb"] == "nan"

@@ -9,10 +9,9 @@ import subprocess
 import sys
 
 import prepare
-from tests.common import LITTLE, ROOT, edited, run_script, train
+from tests.common import GUARD, LITTLE, ROOT, edited, run_script, train
 from tests.test_report import KEYS, parse_block
 from tests.test_rerun import commit
-from tests.test_security import GUARD
 from tools import experiment
 
 import numpy as np
