@@ -155,15 +155,6 @@ def test_a_leak_bound_to_positions_is_seen_in_every_draw(rows, name):
     assert all(is_refused(model, some, rng) for rng in range(10))
 
 
-@pytest.mark.parametrize(("first", "last"), [(10, 10), (60, 66)])  # 2 % of the text each
-def test_a_leak_bound_to_contents_is_seen_in_most_draws(first, last):
-    """At some tokens the model sees the next one. As in text, few tokens are common (Zipf)."""
-    tokens = V ** np.random.default_rng(0).random((64, T)) - 1
-    rows = (tokens.astype(np.uint16), make_rows()[1])
-    model = looking_ahead(lambda idx: (idx >= first) & (idx <= last), 8)
-    assert sum(is_refused(model, rows, rng) for rng in range(10)) >= 8
-
-
 def test_cuts_follow_chunks_common_tokens_and_chance(rows):
     tokens = np.where(rows[0] % 2, rows[0], 7)
     common = np.argsort(-np.bincount(tokens.ravel()))
@@ -220,8 +211,6 @@ def test_the_state_is_compared_bit_by_bit(rows):
 
 # ---- The loss of train.py ----
 def test_the_loss_is_the_cross_entropy_of_the_logits_and_a_cap_bends_them(monkeypatch):
-    """The loss is minus the log of the target's softmax, averaged over all positions. Without a
-    cap, which is 0, the logits are lm_head's output, and gradients flow."""
     model = tiny.build(tiny.tiny())
     model.lm_head.weight.data *= 40
     inputs = tiny.record_inputs(model.lm_head)
@@ -241,38 +230,23 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_and_a_cap_bends_them(monkey
     loss.backward()
     expected = (share - target).float().flatten(0, 1).T @ inputs[0].flatten(0, 1) / y.numel()
     torch.testing.assert_close(model.lm_head.weight.grad, expected, rtol=1e-4, atol=1e-6)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.abs().sum() > 0, name
 
 
 # ---- Somebody else's train.py ----
-FOREIGN = '''
-import time
-
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
+FOREIGN = """
+import torch, time
+from torch.nn.functional import cross_entropy
 from prepare import MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
 
-
-class Model(nn.Module):
-    """A bigram model that can return its loss, as such models do."""
-
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.table = nn.Embedding(vocab_size, vocab_size)
-        nn.init.zeros_(self.table.weight)
-
+class Model(torch.nn.Embedding):  # of bigrams
     def forward(self, idx, targets=None):
-        logits = self.table(idx)
+        logits = super().forward(idx)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-
+        return cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 tokenizer = Tokenizer.from_directory()
-model = Model(tokenizer.get_vocab_size())
+model = Model(tokenizer.get_vocab_size(), tokenizer.get_vocab_size())
 train_loader = make_dataloader(tokenizer, 4, MAX_SEQ_LEN, "train")
 x, y, epoch = next(train_loader)  # prefetch
 total_training_time = 0
@@ -281,13 +255,13 @@ while total_training_time < TIME_BUDGET:
     model(x, y).backward()
     x, y, epoch = next(train_loader)
     with torch.no_grad():
-        model.table.weight -= 100 * model.table.weight.grad
+        model.weight -= 100 * model.weight.grad
     model.zero_grad(set_to_none=True)
     total_training_time += time.time() - t0
 val_bpb = evaluate_bpb(model, tokenizer, 4)
 print("---")
 print(f"val_bpb:          {val_bpb:.6f}")
-'''
+"""
 
 
 def test_a_foreign_train_py_gets_a_number_a_verdict_and_a_record(

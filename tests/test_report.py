@@ -140,7 +140,6 @@ def test_a_cpu_is_named_by_its_model(monkeypatch, lines, name):
         (None, True, None, False),
         (None, True, "GPU-4f0c7f1a", False),
         (None, False, "0", True),
-        (None, True, "", True),
         (None, True, "-1", True),
         (None, True, "NoDevFiles", True),  # Slurm's, for a job without a GPU
         ("V100", True, "0", False),
