@@ -1,7 +1,7 @@
 """The slow tests. A tiny model trains for two seconds without compilation.
 
     uv run pytest -m faults -n0 -s     kills preparations and runs: what does each leave behind?
-    uv run pytest -m redteam -n0 -s    runs honest, mistaken and hostile edits of train.py
+    uv run pytest -m redteam -n0 -s    runs honest and mistaken edits of train.py
 
 To try another edit, add an entry to EDITS.
 """
@@ -152,12 +152,9 @@ def test_the_embedded_corpus_is_prepared_and_trained_on(code, tmp_path):
 
 
 # ---- Edits of train.py. test_metric.py has tricks of a model alone, test_report.py all flags ----
-WARM_UP = "    rows = warm_up(*parts)\n"
 LOADER = "    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)\n"
 STEP = "        loss, batch = train_step(model, optimizer, batch, batches, micro_batches)\n"
-EVALUATE = "    evaluate_bpb(\n"
 EMBED = "        x = norm(look_up(self.wte, idx).to(self.config.dtype))\n"
-LOGITS = "            return logits\n"
 
 BY_LENGTH = """\
     short = make_dataloader(tokenizer, 2 * rows, MAX_SEQ_LEN // 2)
@@ -165,40 +162,13 @@ BY_LENGTH = """\
     batches = iter(lambda: next(short if elapsed() < TIME_BUDGET / 2 else full), None)
 """
 GROWING = STEP.replace("micro_batches)", "micro_batches * (1 + (progress > 0.5)))")
-COUNT_BIGRAMS = """\
-    import numpy, prepare
-    tokens = numpy.fromfile(prepare.PREPARED / prepare.TOKENS_FILE, "<u2")
-    tokens = torch.from_numpy(tokens.astype("int64"))
-    table = torch.ones(config.vocab_size, config.vocab_size)
-    table.index_put_((tokens[:-1], tokens[1:]), torch.ones(()), accumulate=True)
-    GPT.bigrams = (table / table.sum(1, keepdim=True)).log()
-"""
-BIGRAMS = [
-    (WARM_UP, COUNT_BIGRAMS + WARM_UP),
-    (LOGITS, "            return logits + self.bigrams[idx]\n"),
-]
-TRAIN_FOR_5_SECONDS = """\
-    import time
-    until = time.monotonic() + 5
-    while time.monotonic() < until:
-        train_step(compiled_model, optimizer, next(batches), batches, 1)
-"""
 LEAK = EMBED + "        x = x if self.training else x + x.roll(-1, 1)\n"
 
-# {name: (pairs (text of train.py, its replacement), exit code, pattern of `integrity`, the share of
-# the unedited run's score above which the score must stay)}
-EDITS = {
-    "none": ([], 0, "ok", 0.8),
-    "lengths that grow": ([(LOADER, BY_LENGTH)], 0, "ok", 0.8),
-    "a batch that grows": ([(STEP, GROWING)], 0, "ok", 0.8),
-    "bigrams counted first": (BIGRAMS, 0, "opened: the run itself read train.u16", 0.3),
-    "trains after the last batch": (
-        [(EVALUATE, TRAIN_FOR_5_SECONDS + EVALUATE)],
-        0,
-        r"overtime: \d+\.\d s, over 3\.02",
-        0.4,
-    ),
-    "a leak only in evaluation": ([(EMBED, LEAK)], 3, "FAIL causality: .*", None),
+EDITS = {  # name: (pairs (text of train.py, its replacement), exit code, pattern of `integrity`)
+    "none": ([], 0, "ok"),
+    "lengths that grow": ([(LOADER, BY_LENGTH)], 0, "ok"),
+    "a batch that grows": ([(STEP, GROWING)], 0, "ok"),
+    "a leak only in evaluation": ([(EMBED, LEAK)], 3, "FAIL causality: .*"),
 }
 
 
@@ -212,7 +182,7 @@ def honest(cache, tmp_path_factory):
 @pytest.mark.redteam
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_run_ends_as_it_must(name, honest, tmp_path):
-    replace, code, says, best = EDITS[name]
+    replace, code, says = EDITS[name]
     done = train(edited(tmp_path / "code", replace), 2)
     block = parse_block(done.stdout)
     told = block.get("integrity", "")
@@ -222,6 +192,6 @@ def test_an_edited_run_ends_as_it_must(name, honest, tmp_path):
     scores = [record["val_bpb"] for record in done.records]
     if code == 0:
         assert [f"{score:.6f}" for score in scores] == [block["val_bpb"]]
-        assert best * honest < scores[0] < 1.25 * honest
+        assert 0.8 * honest < scores[0] < 1.25 * honest
     else:
         assert not scores and block["val_bpb"] == "nan"

@@ -280,5 +280,4 @@ def test_a_foreign_train_py_gets_a_number_a_verdict_and_a_record(
     record = json.loads(path.read_text())
     assert record["val_bpb"] == pytest.approx(value, abs=1e-6)
     assert record["integrity"] == "ok" and record["training_seconds"] >= 0.3
-    assert record["total_tokens_M"] > 0 and record["tokens_per_second"] > 0
-    assert record["data"] and record["prepare"] and record["curve"] is None
+    assert record["total_tokens_M"] > 0 and record["curve"] is None
