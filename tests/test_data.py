@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 
@@ -78,6 +78,7 @@ def tokenizer():
         return prepare.Tokenizer(prepare.train_tokenizer([make_texts(300)]))
 
 
+@example("café 日本語")  # tokens of several bytes
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip_and_bytes(tokenizer, text):
     tokens = tokenizer.encode(text)

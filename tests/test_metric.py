@@ -100,9 +100,18 @@ def one_nan(self, idx):
     return Tiny.forward(self, idx).index_fill(1, torch.tensor([5]), math.nan)
 
 
+def once_changed(self, idx):
+    """A single loss moves, which is lost in every mean."""
+    self.calls = getattr(self, "calls", 0) + 1
+    logits = Tiny.forward(self, idx)
+    logits[0, 5, : V // 2] += self.calls == 6  # in the second batch of the probe
+    return logits
+
+
 REFUSED = {  # name: (model, the probe)
     "roll(-1)": (variant(mix=lambda self, x: x + x.roll(-1, 1)), "causality"),
     "batch norm": (variant(mix=batch_norm), "isolation"),
+    "one loss": (variant(forward=once_changed), "isolation"),
     "one NaN": (variant(forward=one_nan), "finite: 63 losses"),
     "short vocabulary": (variant(forward=lambda self, x: Tiny.forward(self, x)[..., :-1]), "shape"),
     "short row": (variant(forward=lambda self, x: Tiny.forward(self, x)[:, :-1]), "shape"),
