@@ -1,24 +1,22 @@
-"""Tests train_step and train: the parts of a step, when its loss is read, when training ends."""
+"""A step, the loop, and the rehearsal, which runs what training and evaluation will run and leaves
+no trace in the run."""
 
+import ctypes
 import gc
 import itertools
-import math
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import train
-from tests.tiny import build, build_optimizer, set_knobs, steps_taken, take_steps, tiny, tokens
+from tests.tiny import build, build_optimizer, set_knobs, snapshot, take_steps, tiny, tokens
 
 import pytest
 import torch
+from torch import nn
 
 
 # ---- A step ----
-def test_a_few_steps_learn():
-    losses = take_steps(build(tiny(), scramble=False), 30)
-    assert abs(losses[0] - math.log(61)) < 0.05
-    assert losses[-1] < 1.0
-
-
 def test_micro_batches_add_up_to_the_batch():
     results = []
     for split in (1, 4):
@@ -29,111 +27,209 @@ def test_micro_batches_add_up_to_the_batch():
         optimizer = build_optimizer(model)
         loss, batch = train.train_step(model, optimizer, next(batches), batches, split)
         assert batch[2] == "next" and list(batches) == ["later"]
-        assert steps_taken(optimizer) == 1
+        assert {int(state["step"]) for state in optimizer.adamw.state.values()} == {1}
         assert loss.shape == () and not loss.requires_grad
         results.append((loss, [p.detach() for p in model.parameters()]))
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
 # ---- The loop ----
-class Machine:
-    """Replaces the clock, log_step, set_schedules and train_step; the loss of step i is i. A step
-    takes `launch` seconds and then `cost` seconds of the device; reading its loss waits until the
-    device is done with it."""
-
-    def __init__(self, monkeypatch, cost, launch=0.0):
-        self.cost = cost
-        self.launch = launch
-        self.now = 0.0
-        self.device = 0.0  # when it will have done all that is queued
-        self.steps = 0
-        self.queued = []  # at each reading of a loss: how many steps follow it
-        self.logged = []  # (step, loss, what is shown)
-        self.schedules = []  # (progress, step)
-        names = ("set_schedules", "train_step", "log_step")
-        set_knobs(monkeypatch, **{name: getattr(self, name) for name in names})
-        set_knobs(monkeypatch, elapsed=lambda: self.now, TIME_BUDGET=10.0)
-        batches = ((None, None, epoch) for epoch in itertools.count())
-        steps = train.train(None, None, batches, 1)
-        assert steps == self.steps
-        self.now = max(self.now, self.device)
-
-    def set_schedules(self, optimizer, progress, step):
-        self.schedules.append((progress, step))
-
-    def train_step(self, model, optimizer, batch, batches, micro_batches):
-        self.now += self.launch
-        self.device = max(self.device, self.now) + self.cost
-        self.steps += 1
-        return Loss(self, self.steps), next(batches)
-
-    def log_step(self, step, loss, **shown):
-        self.logged.append((step, float(loss), shown))
-
-
-class Loss:
-    def __init__(self, machine, value):
-        self.machine = machine
-        self.value = value
-        self.ready = machine.device
-
-    def item(self):
-        machine = self.machine
-        machine.now = max(machine.now, self.ready)
-        machine.queued.append(machine.steps - self.value)
-        return float(self.value)
-
-    __float__ = item
-
-
 @pytest.mark.parametrize(
-    ("cost", "launch"), [(0.25, 0), (0, 0.25), (0.001, 0.002), (0.3, 0.9), (0.7, 0.002), (25, 0)]
+    ("cost", "launch"), [(0.25, 0), (0, 0.25), (0.001, 0.002), (0.3, 0.9), (25, 0)]
 )
 def test_training_ends_once_the_budget_is_over_with_two_steps_queued_at_most(
     monkeypatch, cost, launch
 ):
-    """Each loss is read after the next step's launch, so that the device always has a step."""
-    machine = Machine(monkeypatch, cost, launch)
+    """A step takes `launch` seconds and then `cost` seconds of a device. Reading its loss waits for
+    the device, so it is read after the next step's launch: then the device always has a step."""
+    machine = SimpleNamespace(now=0.0, idle_at=0.0, steps=0)
+    logged = []
+
+    def set_schedules(optimizer, progress, step):
+        assert (progress, step) == (machine.now / 10, machine.steps)
+
+    def train_step(model, optimizer, batch, batches, micro_batches):
+        machine.now += launch
+        machine.idle_at = max(machine.idle_at, machine.now) + cost
+        machine.steps += 1
+        return (machine.steps, machine.idle_at), next(batches)
+
+    def log_step(step, loss, **shown):
+        number, ready = loss
+        machine.now = max(machine.now, ready)
+        logged.append((step, number, machine.steps))
+
+    set_knobs(monkeypatch, set_schedules=set_schedules, train_step=train_step, log_step=log_step)
+    set_knobs(monkeypatch, elapsed=lambda: machine.now, TIME_BUDGET=10.0)
+    count = train.train(None, None, itertools.repeat((None, None, 1)), 1)
+    assert count == machine.steps
     assert 10 <= machine.now < 10 + 2 * (cost + launch) + 1e-9
-    assert machine.queued == [1] * (machine.steps - 1) + [0]
-    assert [(step, loss) for step, loss, _ in machine.logged] == [
-        (step, step) for step in range(1, machine.steps + 1)
-    ]
+    assert logged == [*((i, i, i + 1) for i in range(1, count)), (count, count, count)]
 
 
-def test_a_line_of_progress_has_the_learning_rate_and_the_epoch(monkeypatch):
-    machine = Machine(monkeypatch, 0.0, 0.5)
-    *shown, last = [shown for *_, shown in machine.logged]
-    assert shown[0] == {"lr": "x1.00", "epoch": 2} and last == {}
-    assert [each["lr"] for each in shown[-4:]] == ["x0.40", "x0.30", "x0.20", "x0.10"]
-    assert machine.schedules[:2] == [(0.0, 0), (0.05, 1)]
+def test_mfu_is_that_of_the_whole_run_on_this_card(monkeypatch):
+    set_knobs(monkeypatch, tokens_per_second=lambda: 2e6, DEVICE_NAME="NVIDIA H100 PCIe")
+    assert train.mfu_percent(4e7) == pytest.approx(100 * 4e7 * 2e6 / 756e12)
 
 
-def test_garbage_that_holds_tensors_is_collected(monkeypatch):
-    """An agent's cycle would otherwise fill the memory."""
-
-    class Node:
-        def __init__(self):
-            self.tensor = torch.ones(1)
-            self.itself = self
-
-    alive = weakref.WeakSet()
-    elapsed = itertools.count()
-
-    def train_step(*_):
-        alive.add(Node())
-        return torch.tensor(1.0), (None, None, 1)
-
-    names = {"set_schedules": lambda *_: None, "log_step": lambda *_, **__: None}
-    set_knobs(monkeypatch, **names, train_step=train_step)
-    set_knobs(monkeypatch, elapsed=lambda: next(elapsed), TIME_BUDGET=10_000)
-    train.train(None, None, itertools.repeat((None, None, 1)), 1)
-    assert gc.isenabled() and len(alive) < 2000
+# ---- The rehearsal ----
+T = 16
+SIZES = {"TOTAL_BATCH_SIZE": 16 * T, "DEVICE_BATCH_SIZE": 4, "MAX_SEQ_LEN": T}
+PARTS = (tiny(T=T), train.attend_sdpa)
 
 
-# ---- The share of the card's peak ----
-@pytest.mark.parametrize(("card", "tflops"), [("NVIDIA H100 PCIe", 756), ("NVIDIA L40", None)])
-def test_mfu_is_that_of_the_whole_run_on_this_card(monkeypatch, card, tflops):
-    set_knobs(monkeypatch, tokens_per_second=lambda: 2e6, DEVICE_NAME=card)
-    expected = tflops and pytest.approx(100 * 4e7 * 2e6 / (tflops * 1e12))
-    assert train.mfu_percent(4e7) == expected
+class Watched(train.GPT):
+    """Notes the calls of all its instances: (rows, in training). Its forward pass also leaves
+    things behind, as agents' models do."""
+
+    calls = []
+
+    def __init__(self, config, attend):
+        super().__init__(config, attend)
+        self.register_buffer("seen", torch.zeros(config.vocab_size), persistent=False)
+        self.dropout = nn.Dropout(0.1)
+        self.count = 0  # in a plain attribute
+
+    def forward(self, idx, targets=None):
+        assert self.training == (targets is not None)
+        self.calls.append((len(idx), self.training))
+        self.count += 1
+        self.seen[idx.flatten()] += 1
+        scale = 1 + 0.01 * self.seen.mean() + 0.01 * self.count
+        return self.dropout(super().forward(idx, targets)) * scale
+
+
+def a_run():
+    """Returns the losses of some steps, and what the model then holds."""
+    model, compiled_model, optimizer = train.build(*PARTS, False)
+    losses = take_steps(compiled_model, optimizer, 3, micro_batches=2)
+    return torch.tensor([*losses, model.count]), *snapshot(model).values(), *model.buffers()
+
+
+def fail_above_one_row(monkeypatch, owner, name, error):
+    """Makes a function run out of memory while training has more than one row."""
+    function = getattr(owner, name)
+
+    def failing(*arguments):
+        out = function(*arguments)
+        rows, training = Watched.calls[-1]
+        if training and rows > 1:
+            raise error()
+        return out
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        (None, None),
+        ((Watched, "forward"), torch.OutOfMemoryError),  # CUDA's
+        ((train, "muon_update"), partial(RuntimeError, "MPS backend out of memory")),
+    ],
+)
+def test_a_rehearsal_finds_the_rows_that_fit_and_nothing_of_it_reaches_the_run(
+    monkeypatch, capsys, where, error
+):
+    """It takes two steps of two micro-batches and an evaluation batch. No buffer, counter, random
+    number of dropout or state of the optimizer stays, nor, after a failure, memory."""
+    set_knobs(monkeypatch, **SIZES, GPT=Watched)
+    before = a_run()
+    initialise = train.initialise
+    models = []
+
+    def watched(model, seed):
+        gc.collect()
+        assert not any(one() for one in models)
+        models.append(weakref.ref(model))
+        initialise(model, seed)
+
+    rows = 1 if where else 4
+    with monkeypatch.context() as patch:
+        set_knobs(patch, initialise=watched)
+        if where:
+            fail_above_one_row(patch, *where, error)
+        assert train.warm_up(*PARTS, False) == rows
+    assert Watched.calls[-5:] == [(rows, True)] * 4 + [(16, False)]
+    halved = [(4, 2), (2, 1)] if where else []
+    assert len(models) == len(halved) + 1
+    assert capsys.readouterr().out == "".join(
+        f"out of memory: {more} -> {fewer} rows at a time; a step stays the same\n"
+        for more, fewer in halved
+    )
+    assert all(map(torch.equal, a_run(), before))
+
+
+@pytest.mark.parametrize(
+    ("error", "rows"),
+    [("can't allocate memory", [96, 48, 24, 12, 6, 3, 1]), ("a bug in the model", [96])],
+)
+def test_fewer_rows_divide_the_batch_until_one_does_not_fit(monkeypatch, error, rows):
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=96 * T, DEVICE_BATCH_SIZE=96, MAX_SEQ_LEN=T)
+    tried = []
+
+    def rehearse(rows):
+        tried.append(rows)
+        raise RuntimeError(error)
+
+    set_knobs(monkeypatch, rehearse=rehearse)
+    with pytest.raises(RuntimeError, match=error):
+        train.warm_up()
+    assert tried == rows
+
+
+# ---- Compilation ----
+@pytest.mark.compile
+def test_after_the_rehearsal_nothing_compiles(monkeypatch):
+    """The run's own model, built anew, uses the code of the rehearsal. On a CPU evaluation is not
+    compiled."""
+    set_knobs(monkeypatch, **SIZES)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    with torch._dynamo.config.patch(recompile_limit=8):  # which `build` changes
+        assert train.warm_up(*PARTS, True) == 4
+        warmed = len(graphs)
+        model, compiled_model, optimizer = train.build(*PARTS, True)
+        take_steps(compiled_model, optimizer, 2, micro_batches=4)
+    assert train.for_evaluation(model, compiled_model) is model
+    assert len(graphs) == warmed > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("backend raised:\nNo compiler found\n\nSet more", "backend raised: No compiler found"),
+        (
+            "C++ error\n\nx.cpp:9: fatal error: Python.h: No\n 9 |",
+            "x.cpp:9: fatal error: Python.h: No",
+        ),
+    ],
+)
+def test_on_a_cpu_that_cannot_compile_the_run_goes_on(monkeypatch, capsys, error, told):
+    """Without a C++ compiler, calling what torch.compile returned fails."""
+
+    def broken(*arguments):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    assert not train.can_compile(torch.device("cpu"))
+    said = capsys.readouterr().out
+    assert said == f"continuing without compilation, which is slower: RuntimeError: {told}\n"
+
+
+# ---- A CPU ----
+def test_a_run_has_no_more_threads_than_its_container_has_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)  # nothing undoes mallopt
+    monkeypatch.setattr(train, "CPU_QUOTA", tmp_path / "cpu.max")  # which is not there at first
+    for quota, threads in ((None, 3), ("max 100000\n", 3), ("250000 100000\n", 2), ("9 10\n", 1)):
+        torch.set_num_threads(3)
+        if quota:
+            train.CPU_QUOTA.write_text(quota)
+        train.tune_cpu()
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(1)

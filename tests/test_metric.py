@@ -10,8 +10,8 @@ import runpy
 
 import prepare
 from tests import tiny
-from tests.models import T, Tiny, V, make_rows, variant
 from tests.test_report import parse_block
+from tests.tiny import T, Tiny, V, make_rows, variant
 
 import numpy as np
 import pytest

@@ -1,6 +1,9 @@
-"""Compares the model with hand-derived values and naive twins, and switches its parts off."""
+"""Compares the model with hand-derived values and naive twins, switches its parts off, and checks
+its initialisation."""
 
 import importlib.util
+import math
+import re
 
 import prepare
 import train
@@ -21,7 +24,8 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
     spec = importlib.util.spec_from_file_location("full", ROOT / "train.py")
     full = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(full)
-    model = full.GPT(full.derive_config(8192, torch.float32), None)
+    with torch.device("meta"):
+        model = full.GPT(full.derive_config(8192, torch.float32), None)
     S = 1024
     L = 2048
     matrices = 8 * 12 * 512**2 + 4 * 32 * 4 + 8192 * 512
@@ -34,77 +38,49 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
 
 
 # ---- Layers ----
-def test_rotation_turns_by_the_position():
-    """Channels d and d + D / 2 are the two coordinates of a point that turns."""
+def test_rotation_turns_pairs_by_their_position(monkeypatch):
+    """Channels d and d + D / 2 are the two coordinates of a point, which at position t turns by
+    t * base ** (-2 d / D)."""
+    set_knobs(monkeypatch, ROPE_BASE=50)
     model = build(tiny())
-    x = torch.zeros(1, 32, 1, 32)
-    x[..., 3] = 1.0
-    turned = train.rotate(x, model.cos, model.sin)[0, :, 0]
-    angle = torch.arange(32) * train.ROPE_BASE ** (-2 * 3 / 32)
-    torch.testing.assert_close(turned[:, 3], angle.cos())
-    torch.testing.assert_close(turned[:, 3 + 16], -angle.sin())
-    torch.testing.assert_close(turned.norm(dim=-1), torch.ones(32))
-
-
-class Attend:
-    """Replaces a back-end and records its arguments."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, q, k, v, window):
-        self.calls.append((q, k, v, window))
-        return v
+    x = torch.randn(1, 32, 2, 32)
+    angle = torch.outer(torch.arange(32), 50 ** (-torch.arange(16) / 16))
+    turn = torch.polar(torch.ones(32, 16), -angle)
+    points = torch.complex(*x.chunk(2, dim=-1)) * turn[:, None]
+    expected = torch.cat((points.real, points.imag), dim=-1)
+    turned = train.rotate(x, model.cos, model.sin)
+    torch.testing.assert_close(turned, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_gets_the_right_inputs():
     """Queries and keys are rotated and have an RMS of one, so a norm of sqrt(D). Values only gain
-    their embedding, times a gate that reads the first channels."""
-    attend = Attend()
-    model = build(tiny(layers=1), attend=attend)
-    attention = model.blocks[0].attention
-    x, ve = torch.randn(2, 1, 32, 64)
-    attention(x, ve, model.cos, model.sin)
-    [(q, k, v, _)] = attend.calls
+    their embedding, times a gate per key-value head that reads the first channels."""
+    calls = []
+
+    def attend(q, k, v, window):
+        calls.append((q, k, v, window))
+        return q
+
+    config = tiny(heads=4, kv_heads=2, windows=[4, 8, 3, 32])
+    model = build(config, attend=attend)
+    attention = model.blocks[1].attention
+    inputs = record_inputs(attention)
+    idx = tokens(config)
+    model(idx)
+    assert [window for *_, window in calls] == config.windows
+    [x] = inputs
+    q, k, v, _ = calls[1]
     for got, layer in ((q, attention.q), (k, attention.k)):
-        turned = train.rotate((x @ layer.weight.T).view(1, 32, 2, 32), model.cos, model.sin)
+        heads = F.linear(x, layer.weight).unflatten(-1, (-1, 32))
+        turned = train.rotate(heads, model.cos, model.sin)
         torch.testing.assert_close(got, turned * 32**0.5 / turned.norm(dim=-1, keepdim=True))
     gate = 2 / (1 + (-x[..., : train.VE_GATE_CHANNELS] @ attention.gate.weight.T).exp())
+    ve = model.value_embeddings["1"](idx)
     expected = F.linear(x, attention.v.weight) + gate.repeat_interleave(32, -1) * ve
     torch.testing.assert_close(v.flatten(2), expected)
     assert 0 < gate.min() < 0.9 < 1.1 < gate.max() < 2
 
 
-def test_each_layer_has_its_window():
-    attend = Attend()
-    config = tiny(windows=[4, 8, 3, 32])
-    build(config, attend=attend)(tokens(config))
-    assert [window for *_, window in attend.calls] == [4, 8, 3, 32]
-
-
-def test_grouped_heads_are_heads_whose_keys_and_values_repeat():
-    """Query head h reads key-value head h // 2."""
-    grouped = build(tiny(heads=4, kv_heads=2, head_dim=16))
-    full = build(tiny(heads=4, kv_heads=4, head_dim=16))
-
-    def repeated(rows, size):
-        """Repeats each head, `size` rows, twice."""
-        return rows.unflatten(0, (2, size)).repeat_interleave(2, dim=0).flatten(0, 1)
-
-    state = grouped.state_dict()
-    for name, weight in state.items():
-        if name.endswith(("attention.k.weight", "attention.v.weight")):
-            state[name] = repeated(weight, 16)
-        if name.endswith("gate.weight"):
-            state[name] = repeated(weight, 1)
-        if name.startswith("value_embeddings"):
-            state[name] = repeated(weight.T, 16).T
-    full.load_state_dict(state)
-    x = tokens(grouped.config)
-    torch.testing.assert_close(grouped(x), full(x), rtol=1e-4, atol=1e-4)
-
-
-# ---- Parts switched off ----
 def test_the_x0_weight_adds_the_embedding_before_the_layer():
     """At the start blocks do nothing, so the stream is a sum derived by hand."""
     model = build(tiny(), scramble=False)
@@ -120,19 +96,26 @@ def test_the_x0_weight_adds_the_embedding_before_the_layer():
     torch.testing.assert_close(last, [x0])
 
 
+def test_a_cpu_reads_tables_by_gather_with_the_same_gradient():
+    """Also of a table in bf16, whose gradient is summed in fp32 and then rounded once."""
+    idx = torch.randint(0, 5, (4, 16), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(5, 8, dtype=dtype)
+        grad = torch.randn(4, 16, 8)
+        looked_up = train.look_up(table, idx)
+        torch.testing.assert_close(looked_up, table(idx).float(), rtol=0, atol=0)
+        [got] = torch.autograd.grad(looked_up, table.weight, grad)
+        wanted = torch.zeros(5, 8).index_add(0, idx.flatten(), grad.flatten(0, 1)).to(dtype)
+        torch.testing.assert_close(got, wanted)
+
+
+# ---- Parts switched off ----
+ZERO = "LOGIT_SOFTCAP SHORT_WINDOW VE_EVERY WEIGHT_DECAY WARMDOWN_RATIO MOMENTUM_STEPS"
 SWITCHES = {
     "as it is": {},
-    "all off": {
-        "LOGIT_SOFTCAP": 0,
-        "SHORT_WINDOW": 0,
-        "VE_EVERY": 0,
-        "X0_INIT": None,
-        "WEIGHT_DECAY": 0,
-        "WARMDOWN_RATIO": 0,
-        "MOMENTUM_STEPS": 0,
-    },
+    "all off": dict.fromkeys(ZERO.split(), 0) | {"X0_INIT": None},
     "all on": {"WARMUP_RATIO": 0.3, "VE_EVERY": 1, "X0_INIT": 0, "KV_HEADS": 1},
-    "short layers but the last": {"WINDOW_PATTERN": "S", "VE_EVERY": 3},
     "one layer": {"DEPTH": 1, "ASPECT_RATIO": 64},
 }
 
@@ -146,15 +129,38 @@ def test_a_model_with_this_switched_trains(monkeypatch, switch):
     assert check_training(model)[0] == pytest.approx(4.11, abs=0.02)  # ln 61
 
 
-def test_a_cpu_reads_tables_by_gather_with_the_same_gradient():
-    """Also of a table in bf16, whose gradient is summed in fp32 and then rounded once."""
-    idx = torch.randint(0, 5, (4, 16), generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        table = torch.nn.Embedding(5, 8, dtype=dtype)
-        grad = torch.randn(4, 16, 8)
-        looked_up = train.look_up(table, idx)
-        torch.testing.assert_close(looked_up, table(idx).float(), rtol=0, atol=0)
-        [got] = torch.autograd.grad(looked_up, table.weight, grad)
-        wanted = torch.zeros(5, 8).index_add(0, idx.flatten(), grad.flatten(0, 1)).to(dtype)
-        torch.testing.assert_close(got, wanted)
+# ---- Initialisation ----
+def test_initialisation_follows_the_knobs_and_the_seed(monkeypatch):
+    set_knobs(monkeypatch, EMBEDDING_STD=3.0, UNEMBEDDING_STD=0.5, MATRIX_SCALE=0.25)
+    set_knobs(monkeypatch, RESID_INIT=0.75, X0_INIT=-2.0)
+    model, other = (build(tiny(layers=3), seed=seed, scramble=False) for seed in (1, 2))
+    assert model.wte.weight.std().item() == pytest.approx(3, rel=0.05)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.5, rel=0.05)
+    assert model.resid_lambdas.tolist() == [0.75] * 3
+    assert model.x0_lambdas.tolist() == [-2.0] * 3
+    s = 0.25 * math.sqrt(3 / 64)
+    named = dict(model.named_parameters())
+    assert len(named) == 2 + 2 + 2 + 3 * 6 + 2  # outside, lambdas, tables, matrices, gates
+    for name, weight in named.items():
+        constant = bool(re.search(r"\.(out|down|gate)\.|lambdas", name))
+        assert constant == weight.equal(other.get_parameter(name)), name
+        if constant:
+            assert "lambdas" in name or not weight.any()
+        elif "." in name.removesuffix(".weight"):  # a value table or a matrix in a block
+            assert 0.9 * s < weight.max() <= s
+            assert -s <= weight.min() < -0.9 * s
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tables"),
+    [(torch.bfloat16, {"wte.weight", "value_embeddings.1.weight"}), (torch.float16, set())],
+)
+def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
+    """In fp16 the tables stay in fp32 too, and with them AdamW's second moments."""
+    model = build(tiny(dtype=dtype), scramble=False)
+    low = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
+    assert low == tables
+    assert model.cos.dtype == model.sin.dtype == dtype
+    seen = record_inputs(model.blocks[1])
+    model(tokens(model.config))
+    assert seen[0].dtype == dtype

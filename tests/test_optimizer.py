@@ -1,9 +1,7 @@
-"""Compares parameter groups, AdamW and Muon with naive twins or torch's own."""
-
-import itertools
+"""Compares parameter groups, AdamW, Muon and the schedules with naive twins or torch's own."""
 
 import train
-from tests.tiny import build, check_training, set_knobs, snapshot, tiny, tokens
+from tests.tiny import build, build_optimizer, check_training, set_knobs, take_steps, tiny
 
 import pytest
 import torch
@@ -25,40 +23,24 @@ def test_each_row_has_the_values_of_its_knobs(monkeypatch):
         found |= dict.fromkeys((names[p] for p in group["params"]), values)
     scale = 16**2
     tables = ("adamw", 2 * scale, (0.1, 0.2), 0)
-    expected = {
+    matrices = dict.fromkeys(names.values(), ("muon", 5, (0.5, 0.6), 13))
+    assert found == matrices | {
         "lm_head.weight": ("adamw", 3 * scale, (0.1, 0.2), 0),
         "wte.weight": tables,
         "value_embeddings.1.weight": tables,
         "resid_lambdas": ("adamw", 11, (0.1, 0.2), 0),
         "x0_lambdas": ("adamw", 7, (0.3, 0.4), 0),
     }
-    matrices = [name for name in names.values() if name.startswith("blocks.")]
-    expected |= dict.fromkeys(matrices, ("muon", 5, (0.5, 0.6), 13))
-    assert found == expected
-
-
-class GainedMLP(train.MLP):
-    """Has a scalar parameter and a bias, such as an experimenter may add."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.gain = torch.nn.Parameter(torch.ones(()))
-        self.down = train.Linear(self.down.in_features, config.n_embd, bias=True)
-        torch.nn.init.zeros_(self.down.weight)
-        torch.nn.init.zeros_(self.down.bias)
-
-    def forward(self, x):
-        return super().forward(self.gain * x)
 
 
 def test_vectors_in_the_blocks_are_trained_by_adamw(monkeypatch):
+    """An experimenter may add a bias."""
     set_knobs(monkeypatch, VECTOR_LR=0.07)
     model = build(tiny(), scramble=False)
-    model.blocks[1].mlp = GainedMLP(model.config)
-    vectors = [model.blocks[1].mlp.gain, model.blocks[1].mlp.down.bias]
-    [row] = [g for g in train.parameter_groups(model) if {*g["params"]}.intersection(vectors)]
-    assert row["params"] == vectors
-    assert row["kind"] == "adamw" and row["peak_lr"] == 0.07 and row["peak_decay"] == 0
+    model.blocks[1].mlp.up = train.Linear(64, 256, bias=True)
+    vector = model.blocks[1].mlp.up.bias
+    [row] = [g for g in train.parameter_groups(model) if g["params"][0] is vector]
+    assert (row["kind"], row["peak_lr"], row["peak_decay"]) == ("adamw", 0.07, 0)
     check_training(model)
 
 
@@ -77,24 +59,23 @@ def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys):
 
 
 # ---- AdamW ----
-def row_of(kind, params, decay=0.0, betas=(0.8, 0.95)):
-    row = {"kind": kind, "params": params, "peak_lr": 0.1, "betas": betas}
-    return row | {"peak_decay": decay, "eps": 1e-10}
+def optimizer_of(kind, params, **changes):
+    """Adds an idle row for torch's AdamW, which cannot do without one."""
+    row = {"kind": kind, "params": params, "peak_lr": 0.1, "betas": (0.8, 0.95)}
+    row |= {"peak_decay": 0.0, "eps": 1e-10}
+    idle = row | {"kind": "adamw", "params": [torch.nn.Parameter(torch.zeros(1))]}
+    optimizer = train.MuonAdamW([row | changes, idle], torch.float32)
+    train.set_schedules(optimizer, 0.0, 0)
+    return optimizer
 
 
-def idle_row():
-    """Returns a row for torch's AdamW, which cannot do without one."""
-    return row_of("adamw", [torch.nn.Parameter(torch.zeros(1))])
-
-
-@pytest.mark.parametrize("eps", [1e-10, 0.5])
-def test_adamw_follows_the_schedules(eps):
-    """Rate, decay and betas reach torch's AdamW, step by step."""
+def test_adamw_follows_the_schedules():
+    """Rate, decay, betas and an eps that matters reach torch's AdamW, step by step."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    ours = train.MuonAdamW([row_of("adamw", params, decay=0.4) | {"eps": eps}], torch.float32)
-    theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=eps)
+    ours = optimizer_of("adamw", params, peak_decay=0.4, eps=0.5)
+    theirs = torch.optim.AdamW(twins, lr=0.1, betas=(0.8, 0.95), eps=0.5)
     for step, progress in enumerate((0.0, 0.25, 0.5, 1.0)):
         train.set_schedules(ours, progress, step)
         theirs.param_groups[0]["lr"] = 0.1 * train.lr_factor(progress)
@@ -140,9 +121,7 @@ def test_stacked_muon_is_muon_one_matrix_at_a_time(shape):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for _ in range(3)]
     twins = [p.detach().clone() for p in params]
-    row = row_of("muon", params, decay=0.3, betas=(0.9, 0.6))
-    optimizer = train.MuonAdamW([row, idle_row()], torch.float32)
-    train.set_schedules(optimizer, 0.0, 0)
+    optimizer = optimizer_of("muon", params, betas=(0.9, 0.6))
     states = [(torch.zeros(shape), torch.zeros(max(shape))) for _ in params]
     for step in range(4):
         momentum = 0.8 + 0.01 * step
@@ -155,28 +134,11 @@ def test_stacked_muon_is_muon_one_matrix_at_a_time(shape):
 
 
 # ---- Both ----
-def test_decay_of_a_table_in_bf16_is_not_rounded_away():
-    """A factor of 0.999 by itself rounds to 1 in bf16; fused with the update it has the same effect
-    as in fp32."""
-    ends = []
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        p = torch.nn.Parameter(torch.randn(2000).to(dtype))
-        row = row_of("adamw", [p]) | {"lr": 0.05, "weight_decay": 0.02, "eps": 1e-10}
-        optimizer = train.MuonAdamW([row], dtype)
-        for _ in range(200):
-            p.grad = torch.randn(2000).to(dtype)
-            optimizer.step()
-        ends.append(p.float().norm().item())
-    assert ends[1] == pytest.approx(ends[0], rel=0.02)
-
-
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_a_parameter_without_a_gradient_stays_as_it_is(kind):
     """It may belong to a layer that joins later. It is treated as if its gradient were zero."""
     p, idle = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
-    optimizer = train.MuonAdamW([row_of(kind, [p, idle]), idle_row()], torch.float32)
-    train.set_schedules(optimizer, 0.0, 0)
+    optimizer = optimizer_of(kind, [p, idle])
     p.grad = torch.eye(4)
     optimizer.step()
     assert torch.equal(idle, torch.ones(4, 4))
@@ -188,28 +150,45 @@ def test_in_fp16_the_loss_is_scaled_and_an_overflow_changes_nothing():
     GradScaler skips the step and halves the scale."""
     ends = []
     for scale in (1.0, 2.0**12, 2.0**30):
-        config = tiny()
-        config.dtype = torch.float16
-        model = train.GPT(config, train.attend_sdpa)
-        train.initialise(model, 1)
-        before = snapshot(model)
-        optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float16)
+        model = build(tiny(dtype=torch.float16), scramble=False)
+        optimizer = build_optimizer(model)
+        assert optimizer.scaler.is_enabled()
         optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        train.set_schedules(optimizer, 0.0, 0)
-        x = tokens(model.config)
-        batches = itertools.repeat((x[:, :-1], x[:, 1:], 1))
-        losses = [train.train_step(model, optimizer, next(batches), batches, 1)[0] for _ in "123"]
-        ends.append(losses[-1].item())
-        assert losses[0].item() == pytest.approx(4.11, abs=0.02)
-        same = [torch.equal(before[name], p) for name, p in model.named_parameters()]
-        assert all(same) if scale == 2**30 else not any(same)
+        losses = take_steps(model, optimizer, 3)
+        ends.append(losses[-1])
+        assert losses[0] == pytest.approx(4.11, abs=0.02)
         assert optimizer.scaler.get_scale() == (2**27 if scale == 2**30 else scale)
         assert all(p.grad is None for p in model.parameters())
     assert ends[1] == pytest.approx(ends[0], rel=0.02) and ends[1] < 4
-    assert ends[2] == pytest.approx(4.11, abs=0.02)
+    assert ends[2] == losses[0]
+    assert not build_optimizer(build(tiny(dtype=torch.bfloat16))).scaler.is_enabled()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_only_fp16_needs_a_scale(dtype):
-    optimizer = train.MuonAdamW([row_of("adamw", [torch.nn.Parameter(torch.ones(2))])], dtype)
-    assert optimizer.scaler.is_enabled() == (dtype == torch.float16)
+# ---- Schedules ----
+@pytest.mark.parametrize(
+    ("up", "down", "final", "expected"),
+    [
+        (0.2, 0.4, 0.1, {0: 0, 0.1: 0.5, 0.2: 1, 0.6: 1, 0.8: 0.55, 1: 0.1}),
+        # Overlapping ramps multiply.
+        (0.75, 0.5, 0, {0: 0, 0.25: 1 / 3, 0.5: 2 / 3, 0.6: 0.64, 0.75: 0.5, 1: 0}),
+    ],
+)
+def test_learning_rates_rise_stay_and_fall(monkeypatch, up, down, final, expected):
+    set_knobs(monkeypatch, WARMUP_RATIO=up, WARMDOWN_RATIO=down, FINAL_LR_FRAC=final)
+    assert {share: train.lr_factor(share) for share in expected} == pytest.approx(expected)
+
+
+def test_each_group_follows_its_own_row(monkeypatch):
+    """The schedules are those of train.py as it is."""
+    set_knobs(monkeypatch, MUON_BETAS=(0.9, 0.7), FINAL_LR_FRAC=0.1)
+    optimizer = build_optimizer(build(tiny()))
+    assert len(optimizer.param_groups) == 8
+    for progress, step, factor in ((0.0, 0, 1.0), (0.75, 150, 0.55), (1.0, 10**6, 0.1)):
+        train.set_schedules(optimizer, progress, step)
+        for group in optimizer.param_groups:
+            decay = 0.2 * (1 - progress) if group["kind"] == "muon" else 0
+            assert group["lr"] == pytest.approx(group["peak_lr"] * factor)
+            assert group["weight_decay"] == pytest.approx(decay)
+            if group["kind"] == "muon":
+                risen = min(step / 300, 1)
+                assert group["momentum"] == pytest.approx(0.85 + risen * (0.9 - 0.85))

@@ -1,26 +1,28 @@
-"""Runs train.py in fresh processes, with knobs edited by one-line substitution as an agent
-would."""
+"""Tests what train.py derives from its knobs, and how a run of it ends."""
 
 import math
 import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 
 import prepare
-from tests.common import GUARD, LITTLE, ROOT, edited, run_script, train
+import train
+from tests import common
+from tests.common import GUARD
 from tests.test_report import KEYS, parse_block
-from tests.test_rerun import commit
+from tests.tiny import set_knobs
 from tools import experiment
 
 import numpy as np
 import pytest
+import torch
 
-# Lines of train.py where edits begin.
+# Lines of train.py where edits begin, also those of test_redteam.py.
+START = "    device = start()\n"
 EVALUATE = "    evaluate_bpb(\n"
 EMBED = "        x = norm(look_up(self.wte, idx).to(self.config.dtype))\n"
-BUFFER = '        self.register_buffer("cos", table, persistent=False)\n'
 
 
 def before(line, text):
@@ -28,16 +30,121 @@ def before(line, text):
     return line, text + line
 
 
-# ---- Runs that end with a score ----
+# ---- Knobs ----
+@pytest.mark.parametrize(
+    ("batch", "at_most", "rows"), [(12, 5, 4), (12, 12, 12), (12, 99, 12), (256, 96, 64)]
+)
+def test_rows_divide_the_batch_and_are_rounded_aloud(monkeypatch, capsys, batch, at_most, rows):
+    """A batch smaller than DEVICE_BATCH_SIZE is no rounding."""
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=batch * 512)
+    assert train.rows_at_a_time(at_most) == rows
+    assert train.accumulation_steps(rows) == batch // rows
+    said = f"rows at a time: {at_most} is rounded down to {rows}, which divides {batch} per step\n"
+    assert capsys.readouterr().out == (said if rows < min(at_most, batch) else "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "short", "depth", "every", "windows", "value_layers"),
+    [
+        ("SSSL", 7, 6, 2, [7, 7, 7, 512, 7, 512], [1, 3, 5]),
+        ("S", 7, 3, 2, [7, 7, 512], [0, 2]),
+        ("SSSL", 0, 5, 3, [512] * 5, [1, 4]),
+        ("SL", 7, 1, 0, [512], []),
+    ],
+)
+def test_the_last_layer_sees_everything_and_value_embeddings_are_counted_from_it(
+    monkeypatch, pattern, short, depth, every, windows, value_layers
+):
+    set_knobs(monkeypatch, WINDOW_PATTERN=pattern, SHORT_WINDOW=short, DEPTH=depth, VE_EVERY=every)
+    config = train.derive_config(100, torch.float32)
+    assert (config.windows, config.value_layers) == (windows, value_layers)
+
+
+@pytest.mark.parametrize(("kv_heads", "derived"), [(0, 5), (1, 1)])
+def test_width_is_rounded_aloud(monkeypatch, capsys, kv_heads, derived):
+    set_knobs(monkeypatch, DEPTH=9, ASPECT_RATIO=57, HEAD_DIM=128, KV_HEADS=kv_heads)
+    config = train.derive_config(100, torch.float32)
+    assert (config.n_embd, config.n_head) == (640, 5)
+    assert (config.n_kv_head, config.kv_dim) == (derived, derived * 128)
+    assert capsys.readouterr().out == "width: DEPTH * ASPECT_RATIO = 513 is rounded up to 640\n"
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "sentence"),
+    [
+        ("TOTAL_BATCH_SIZE", 1000, "must be a multiple of 512 tokens."),
+        ("WINDOW_PATTERN", "", "must consist of S and L; change it."),
+        ("WINDOW_PATTERN", "S L", "must consist of S and L; change it."),
+    ],
+)
+def test_a_knob_that_does_not_fit_is_refused(monkeypatch, capsys, knob, value, sentence):
+    set_knobs(monkeypatch, **{knob: value})
+    with pytest.raises(SystemExit, match="2"):
+        train.derive_config(100, train.rows_at_a_time(8))
+    assert capsys.readouterr().err == f"error: {knob} = {value!r} {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "has", "dtype"),
+    [
+        ("cpu", {"avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ("cpu", {"avx512_bf16": True}, torch.bfloat16),
+        ("cpu", {"amx_bf16": True}, torch.bfloat16),
+        ("cuda", (7, 5), torch.float16),
+        ("cuda", (8, 0), torch.bfloat16),
+    ],
+)
+def test_a_device_computes_in_bf16_where_it_has_it(monkeypatch, device, has, dtype):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: has)
+    assert train.choose_dtype(torch.device(device)) == dtype
+
+
+# ---- A run that ends with a score ----
 @pytest.fixture(scope="module")
 def good(cache, tmp_path_factory):
-    """Runs train.py without a network. Its model has a mask as a buffer."""
+    """Runs train.py as under some engines: without git and network, and with a cache and a folder
+    that are read-only. `changed` says whether one of them did change."""
     folder = tmp_path_factory.mktemp("good")
-    (folder / "sitecustomize.py").write_text(GUARD)
-    mask = "torch.ones(8, 8).tril().bool()"
-    made = before(BUFFER, f'        self.register_buffer("mask", {mask})\n')
-    used = before(EMBED, f"        assert self.mask.equal({mask})\n")
-    return train(edited(folder / "code", [made, used]), 2, PYTHONPATH=folder)
+    theirs = folder / "theirs"
+    shutil.copytree(prepare.PREPARED, theirs / "cache" / prepare.PREPARED.name)
+    script = common.edited(theirs / "code")
+    (theirs / "sitecustomize.py").write_text(GUARD)
+    times = {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]}
+    for path in times:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    as_user = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
+    told = {"AUTORESEARCH_CACHE": theirs / "cache", "AUTORESEARCH_RUNS": folder / "mine"}
+    told |= {"AUTORESEARCH_COMMIT": "abc1234", "PYTHONPATH": theirs}
+    done = common.train(script, prefix=as_user, **told)
+    done.changed = times != {p: p.stat().st_mtime_ns for p in [theirs, *theirs.rglob("*")]}
+    for path in times:
+        path.chmod(0o755)
+    return done
+
+
+def test_a_run_ends_with_a_block_and_a_record_and_writes_nothing_else(good):
+    assert good.returncode == 0 and not good.changed, good.output
+    block = parse_block(good.stdout)
+    own = "mfu_percent num_steps num_params_M depth attention".split()
+    assert list(block) == [*KEYS, *own, "integrity"]
+    assert block["integrity"] == "ok" and block["mfu_percent"] == "None"
+    assert 0 < float(block["training_seconds"]) <= 1.5
+    [record] = good.records
+    assert block["val_bpb"] == f"{record['val_bpb']:.6f}"
+    assert record["total_tokens_M"] == pytest.approx((record["num_steps"] * 2048 + 2048) / 1e6)
+    assert 0.1 < record["num_params_M"] < 1
+    found = [record[key] for key in ("time_budget", "depth", "attention", "commit")]
+    assert found == [1, 2, "blocks", "abc1234"]
+
+
+def test_a_run_learns(good):
+    [record] = good.records
+    rows = np.fromfile(prepare.PREPARED / prepare.ROWS_FILE, "<u2")
+    table = prepare.Tokenizer.from_directory().token_bytes
+    untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
+    assert 0.5 < record["val_bpb"] < 0.95 * untrained
+    assert 0 < record["curve"][-1] < math.log(len(table))
 
 
 def test_the_nights_tool_reads_what_a_run_prints(good, tmp_path):
@@ -50,74 +157,25 @@ def test_the_nights_tool_reads_what_a_run_prints(good, tmp_path):
     assert run.memory_gb() > 0 and run.speed() > 0
 
 
-def test_a_run_ends_with_a_block_and_a_record(good):
-    assert good.returncode == 0, good.output
-    block = parse_block(good.stdout)
-    own = "mfu_percent num_steps num_params_M depth attention".split()
-    assert list(block) == [*KEYS, *own, "integrity"]
-    assert block["integrity"] == "ok" and block["mfu_percent"] == "None"
-    assert 0 < float(block["training_seconds"]) <= 2.5
-    assert block["time_budget"] == "2" and block["depth"] == "2"
-    [record] = good.records
-    assert block["val_bpb"] == f"{record['val_bpb']:.6f}"
-    assert record["total_tokens_M"] == pytest.approx((record["num_steps"] * 2048 + 2048) / 1e6)
-    assert 0.1 < record["num_params_M"] < 1 and record["attention"] == "blocks"
-
-
-def test_a_run_learns(good):
-    [record] = good.records
-    rows = np.fromfile(prepare.PREPARED / prepare.ROWS_FILE, "<u2")
-    table = prepare.Tokenizer.from_directory().token_bytes
-    untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
-    assert 0.5 < record["val_bpb"] < 0.95 * untrained
-    assert 0 < record["curve"][-1] < math.log(len(table))
-
-
-def test_a_run_on_a_read_only_cache_writes_to_its_runs_folder_alone(cache, tmp_path):
-    """As under some engines, the run has no git and no network, and its folder is read-only too."""
-    theirs = tmp_path / "theirs"
-    shutil.copytree(prepare.PREPARED, theirs / "cache" / prepare.PREPARED.name)
-    script = edited(theirs / "code")
-    before = {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]}
-    for path in before:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    as_user = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
-    told = {"AUTORESEARCH_CACHE": theirs / "cache", "AUTORESEARCH_RUNS": tmp_path / "mine"}
-    done = train(script, prefix=as_user, AUTORESEARCH_COMMIT="abc1234", HF_HUB_OFFLINE=1, **told)
-    after = {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]}
-    for path in after:
-        path.chmod(0o755)
-    assert done.returncode == 0, done.output
-    assert after == before
-    assert [record["commit"] for record in done.records] == ["abc1234"]
-
-
 # ---- Runs that end without one ----
-def test_a_second_run_of_a_folder_is_refused(cache, tmp_path):
-    """A `git reset --hard` does not help, and the first run continues."""
-    shutil.copy(ROOT / "prepare.py", tmp_path)
+@pytest.mark.parametrize(
+    ("arguments", "begin", "code", "says"),
+    [
+        (["--help"], START, 2, "train.py takes no arguments; .*"),
+        ([], START, 2, "this folder has a run already; .*"),
+        ([], "    torch.empty(2**50)\n", 5, "RuntimeError: .* allocate memory.*; lower DEPTH, .*"),
+    ],
+)
+def test_a_run_that_cannot_be_ends_with_a_sentence(
+    cache, tmp_path, monkeypatch, capsys, arguments, begin, code, says
+):
+    """Another run has locked the folder, and `git reset` has since replaced train.py. The script
+    runs in this process."""
+    assert prepare.lock(tmp_path)
     script = tmp_path / "train.py"
-    script.write_text(LITTLE)
-    commit(tmp_path)
-    environment = os.environ | {"AUTORESEARCH_RUNS": str(tmp_path / "runs")}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, script], env=environment, **pipes) as process:
-        while process.stdout.readline() not in ("begun\n", ""):
-            pass
-        script.write_text("nonsense")
-        subprocess.run(["git", "reset", "-q", "--hard"], cwd=tmp_path, check=True)
-        refused = run_script(script, cwd=tmp_path)
-        output, _ = process.communicate("go on\n")
-    assert refused.returncode == 2 and not refused.stdout
-    assert re.fullmatch(r"error: this folder has a run already; .*\n", refused.stderr)
-    assert process.returncode == 0 and parse_block(output)["integrity"] == "ok"
-
-
-@pytest.mark.parametrize("line", ["    num_params = sum(", EVALUATE])
-def test_a_run_that_needs_too_much_memory_says_so(cache, tmp_path, line):
-    """It asks for a petabyte once the model is built, or after training."""
-    done = train(edited(tmp_path / "code", [before(line, "    torch.empty(2**50)\n")]))
-    assert done.returncode == 5
-    *_, last = done.output.splitlines()
-    assert last.startswith("error: RuntimeError: ") and "can't allocate memory" in last
-    assert last.endswith("; lower DEPTH, ASPECT_RATIO or DEVICE_BATCH_SIZE.")
+    script.write_text((common.ROOT / "train.py").read_text().replace(START, begin))
+    monkeypatch.setattr(prepare, "_run", prepare.Run())
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    with pytest.raises(SystemExit, match=str(code)):
+        runpy.run_path(str(script), run_name="__main__")
+    assert re.fullmatch(f"error: {says}\n", capsys.readouterr().err)

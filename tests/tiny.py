@@ -1,20 +1,23 @@
-"""A model small enough for a test, its tokens, its optimizer and its training steps."""
+"""Small models: train.py's own, with its tokens, optimizer and steps, and made-up ones to score."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import train
 
+import numpy as np
 import torch
+from torch import nn
 
 
-def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, V=61, window=None, windows=None):
-    """Returns a config. The last layer sees all T positions, the others `window`, unless `windows`
-    says otherwise. The last layer and every second one before it have a value embedding."""
-    windows = windows or [*[window or T] * (layers - 1), T]
+# ---- The model of train.py ----
+def tiny(layers=2, heads=2, kv_heads=2, head_dim=32, T=32, windows=None, dtype=torch.float32):
+    """Returns a config. The last layer and every second one before it have a value embedding."""
+    windows = windows or [T] * layers
     return SimpleNamespace(
-        dtype=torch.float32,
-        vocab_size=V,
+        dtype=dtype,
+        vocab_size=61,
         sequence_len=T,
         n_embd=heads * head_dim,
         n_head=heads,
@@ -32,7 +35,7 @@ def set_knobs(monkeypatch, **knobs):
 
 
 def build(config, seed=1, attend=train.attend_sdpa, scramble=True):
-    """Builds a model in fp32; `scramble` leaves no weight at zero, so that every path matters."""
+    """Builds a model; `scramble` leaves no weight at zero, so that every path matters."""
     model = train.GPT(config, attend)
     train.initialise(model, seed)
     if scramble:
@@ -49,20 +52,20 @@ def tokens(config, B=2, seed=0):
 
 def build_optimizer(model):
     """Builds the optimizer, ready for the first step."""
-    optimizer = train.MuonAdamW(train.parameter_groups(model), torch.float32)
+    optimizer = train.MuonAdamW(train.parameter_groups(model), model.config.dtype)
     train.set_schedules(optimizer, 0.0, 0)
     return optimizer
 
 
-def take_steps(model, count):
+def take_steps(model, optimizer, count, micro_batches=1):
     """Returns the losses of a whole run of `count` steps on one batch."""
-    optimizer = build_optimizer(model)
-    x = tokens(model.config)
-    batch = (x[:, :-1], x[:, 1:], 1)
+    x = tokens(model.config, B=4)
+    batch = (x, x.roll(-1, 1), 1)
+    batches = itertools.repeat(batch)
     losses = []
     for step in range(count):
         train.set_schedules(optimizer, step / count, step)
-        loss, _ = train.train_step(model, optimizer, batch, itertools.repeat(batch), 1)
+        loss, _ = train.train_step(model, optimizer, batch, batches, micro_batches)
         losses.append(loss.item())
     return losses
 
@@ -74,7 +77,7 @@ def snapshot(model):
 def check_training(model):
     """Checks that 16 steps fit one batch and change every parameter. Returns the losses."""
     before = snapshot(model)
-    losses = take_steps(model, 16)
+    losses = take_steps(model, build_optimizer(model), 16)
     assert losses[-1] < 2.0
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
@@ -89,7 +92,41 @@ def record_inputs(module):
     return seen
 
 
-def steps_taken(optimizer):
-    """Returns the step count of all AdamW tensors, 0 before they have a state."""
-    [count] = {int(state["step"]) for state in optimizer.adamw.state.values()} or {0}
-    return count
+# ---- Made-up rows and models with random weights, for the metric ----
+V = 96  # tokens; the last is special
+T = 64
+C = 32
+
+
+def make_rows():
+    """Returns packed rows of a made-up vocabulary, uint16 [64, T + 1], and the bytes per token."""
+    rng = np.random.default_rng(0)
+    table = np.append(rng.integers(1, 6, V - 1), 0).astype(np.int32)
+    return rng.integers(0, V, (64, T + 1)).astype(np.uint16), table
+
+
+class Tiny(nn.Module):
+    """One block of causal attention; a variant may change `mix`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(V, C)
+        self.q, self.k, self.v = (nn.Linear(C, C, bias=False) for _ in range(3))
+        self.head = nn.Linear(C, V, bias=False)
+        with torch.no_grad():
+            self.head.weight.mul_(4)
+
+    def mix(self, x):  # between the embedding and attention
+        return x
+
+    def forward(self, idx):
+        x = self.mix(self.embed(idx))
+        later = torch.ones(idx.shape[1], idx.shape[1], dtype=torch.bool).triu(1)
+        scores = (self.q(x) @ self.k(x).mT / C**0.5).masked_fill(later, -math.inf)
+        return self.head(x + scores.softmax(-1) @ self.v(x))
+
+
+def variant(**methods):
+    """Returns a Tiny with some of its methods replaced."""
+    return type("Variant", (Tiny,), methods)()
