@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 # ---- Golden values ----
 def test_the_full_default_has_50_million_parameters(monkeypatch):
-    """Loads a module of its own, since knobs are read once, at import. A layer has 12 * 512^2
-    weights; there are 4 gates of 32 * 4, 6 tables of V * C and 16 scalars."""
+    """A layer has 12 * 512^2 weights; there are 4 gates of 32 * 4, 6 tables of V * C, 16 scalars."""
     monkeypatch.setattr(prepare, "PROFILE", "full")
     monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 2048)
+    # A module of its own, since knobs are read once, at import:
     spec = importlib.util.spec_from_file_location("full", ROOT / "train.py")
     full = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(full)
@@ -33,8 +33,6 @@ def test_the_full_default_has_50_million_parameters(monkeypatch):
     assert model.flops_per_token() == 6 * matrices + 12 * 512 * (6 * S + 2 * L)
     assert model.config.windows == [S, S, S, L, S, S, S, L]
     assert model.config.value_layers == [1, 3, 5, 7]
-    model.config.windows[0] = 9999  # longer than the row
-    assert model.flops_per_token() == 6 * matrices + 12 * 512 * (5 * S + 3 * L)
 
 
 # ---- Layers ----
@@ -78,7 +76,6 @@ def test_attention_gets_the_right_inputs():
     ve = model.value_embeddings["1"](idx)
     expected = F.linear(x, attention.v.weight) + gate.repeat_interleave(32, -1) * ve
     torch.testing.assert_close(v.flatten(2), expected)
-    assert 0 < gate.min() < 0.9 < 1.1 < gate.max() < 2
 
 
 def test_the_x0_weight_adds_the_embedding_before_the_layer():
@@ -98,11 +95,11 @@ def test_the_x0_weight_adds_the_embedding_before_the_layer():
 
 def test_a_cpu_reads_tables_by_gather_with_the_same_gradient():
     """Also of a table in bf16, whose gradient is summed in fp32 and then rounded once."""
-    idx = torch.randint(0, 5, (4, 16), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    idx = torch.randint(5, (4, 16))
+    grad = torch.randn(4, 16, 8)
     for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
         table = torch.nn.Embedding(5, 8, dtype=dtype)
-        grad = torch.randn(4, 16, 8)
         looked_up = train.look_up(table, idx)
         torch.testing.assert_close(looked_up, table(idx).float(), rtol=0, atol=0)
         [got] = torch.autograd.grad(looked_up, table.weight, grad)
@@ -116,7 +113,6 @@ SWITCHES = {
     "as it is": {},
     "all off": dict.fromkeys(ZERO.split(), 0) | {"X0_INIT": None},
     "all on": {"WARMUP_RATIO": 0.3, "VE_EVERY": 1, "X0_INIT": 0, "KV_HEADS": 1},
-    "one layer": {"DEPTH": 1, "ASPECT_RATIO": 64},
 }
 
 
@@ -147,8 +143,7 @@ def test_initialisation_follows_the_knobs_and_the_seed(monkeypatch):
         if constant:
             assert "lambdas" in name or not weight.any()
         elif "." in name.removesuffix(".weight"):  # a value table or a matrix in a block
-            assert 0.9 * s < weight.max() <= s
-            assert -s <= weight.min() < -0.9 * s
+            assert -s <= weight.min() < -0.9 * s < 0.9 * s < weight.max() <= s
 
 
 @pytest.mark.parametrize(
@@ -160,7 +155,6 @@ def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
     model = build(tiny(dtype=dtype), scramble=False)
     low = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
     assert low == tables
-    assert model.cos.dtype == model.sin.dtype == dtype
     seen = record_inputs(model.blocks[1])
     model(tokens(model.config))
     assert seen[0].dtype == dtype

@@ -45,8 +45,7 @@ def test_vectors_in_the_blocks_are_trained_by_adamw(monkeypatch):
 
 
 def test_a_parameter_that_is_not_in_exactly_one_row_ends_the_run(capsys):
-    """It is in no row, in two, or has three dimensions, like stacked experts: neither Muon nor
-    VECTOR_LR suits those."""
+    """It is in none, in two, or like stacked experts, which suit neither Muon nor VECTOR_LR."""
     model = build(tiny())
     model.extra = torch.nn.Parameter(torch.zeros(1))
     model.lm_head.weight = model.wte.weight
@@ -146,21 +145,17 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(kind):
 
 
 def test_in_fp16_the_loss_is_scaled_and_an_overflow_changes_nothing():
-    """A scale of 2 ** 12 gives the same step; one of 2 ** 30 makes gradients overflow in fp16. Then
-    GradScaler skips the step and halves the scale."""
-    ends = []
-    for scale in (1.0, 2.0**12, 2.0**30):
+    """A scale of 2 ** 30 makes gradients overflow: GradScaler skips each step and halves it."""
+    for scale, skips in ((2.0**12, False), (2.0**30, True)):
         model = build(tiny(dtype=torch.float16), scramble=False)
         optimizer = build_optimizer(model)
         assert optimizer.scaler.is_enabled()
         optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        losses = take_steps(model, optimizer, 3)
-        ends.append(losses[-1])
-        assert losses[0] == pytest.approx(4.11, abs=0.02)
-        assert optimizer.scaler.get_scale() == (2**27 if scale == 2**30 else scale)
+        first, _, last = take_steps(model, optimizer, 3)
+        assert first == pytest.approx(4.11, abs=0.02)
+        assert last == first if skips else last < 4
+        assert optimizer.scaler.get_scale() == (2**27 if skips else scale)
         assert all(p.grad is None for p in model.parameters())
-    assert ends[1] == pytest.approx(ends[0], rel=0.02) and ends[1] < 4
-    assert ends[2] == losses[0]
     assert not build_optimizer(build(tiny(dtype=torch.bfloat16))).scaler.is_enabled()
 
 
@@ -179,16 +174,13 @@ def test_learning_rates_rise_stay_and_fall(monkeypatch, up, down, final, expecte
 
 
 def test_each_group_follows_its_own_row(monkeypatch):
-    """The schedules are those of train.py as it is."""
     set_knobs(monkeypatch, MUON_BETAS=(0.9, 0.7), FINAL_LR_FRAC=0.1)
     optimizer = build_optimizer(build(tiny()))
-    assert len(optimizer.param_groups) == 8
-    for progress, step, factor in ((0.0, 0, 1.0), (0.75, 150, 0.55), (1.0, 10**6, 0.1)):
+    expected = ((0, 0, 1.0, 0.85), (0.75, 150, 0.55, 0.875), (1, 10**6, 0.1, 0.9))
+    for progress, step, factor, momentum in expected:
         train.set_schedules(optimizer, progress, step)
         for group in optimizer.param_groups:
-            decay = 0.2 * (1 - progress) if group["kind"] == "muon" else 0
+            muon = group["kind"] == "muon"
             assert group["lr"] == pytest.approx(group["peak_lr"] * factor)
-            assert group["weight_decay"] == pytest.approx(decay)
-            if group["kind"] == "muon":
-                risen = min(step / 300, 1)
-                assert group["momentum"] == pytest.approx(0.85 + risen * (0.9 - 0.85))
+            assert group["weight_decay"] == pytest.approx(0.2 * (1 - progress) if muon else 0)
+            assert not muon or group["momentum"] == pytest.approx(momentum)

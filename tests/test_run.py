@@ -19,32 +19,24 @@ import numpy as np
 import pytest
 import torch
 
-# Lines of train.py where edits begin, also those of test_redteam.py.
-START = "    device = start()\n"
-EVALUATE = "    evaluate_bpb(\n"
-EMBED = "        x = norm(look_up(self.wte, idx).to(self.config.dtype))\n"
-
-
-def before(line, text):
-    """Returns the edit that puts text before a line of train.py."""
-    return line, text + line
-
 
 # ---- Knobs ----
-@pytest.mark.parametrize(
-    ("batch", "at_most", "rows"), [(12, 5, 4), (12, 12, 12), (12, 99, 12), (256, 96, 64)]
-)
-def test_rows_divide_the_batch_and_are_rounded_aloud(monkeypatch, capsys, batch, at_most, rows):
+def test_sizes_are_rounded_aloud(monkeypatch, capsys):
     """A batch smaller than DEVICE_BATCH_SIZE is no rounding."""
-    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=batch * 512)
-    assert train.rows_at_a_time(at_most) == rows
-    assert train.accumulation_steps(rows) == batch // rows
-    said = f"rows at a time: {at_most} is rounded down to {rows}, which divides {batch} per step\n"
-    assert capsys.readouterr().out == (said if rows < min(at_most, batch) else "")
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=12 * 512)
+    assert [train.rows_at_a_time(at_most) for at_most in (12, 99, 5)] == [12, 12, 4]
+    assert train.accumulation_steps(4) == 3
+    set_knobs(monkeypatch, DEPTH=9, ASPECT_RATIO=57, HEAD_DIM=128, KV_HEADS=2)
+    config = train.derive_config(100, torch.float32)
+    assert (config.n_embd, config.n_head, config.n_kv_head, config.kv_dim) == (640, 5, 2, 256)
+    assert capsys.readouterr().out.splitlines() == [
+        "rows at a time: 5 is rounded down to 4, which divides 12 per step",
+        "width: DEPTH * ASPECT_RATIO = 513 is rounded up to 640",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("pattern", "short", "depth", "every", "windows", "value_layers"),
+    ("pattern", "short", "depth", "every", "windows", "values"),
     [
         ("SSSL", 7, 6, 2, [7, 7, 7, 512, 7, 512], [1, 3, 5]),
         ("S", 7, 3, 2, [7, 7, 512], [0, 2]),
@@ -52,43 +44,28 @@ def test_rows_divide_the_batch_and_are_rounded_aloud(monkeypatch, capsys, batch,
         ("SL", 7, 1, 0, [512], []),
     ],
 )
-def test_the_last_layer_sees_everything_and_value_embeddings_are_counted_from_it(
-    monkeypatch, pattern, short, depth, every, windows, value_layers
-):
+def test_the_last_layer_is_never_short(monkeypatch, pattern, short, depth, every, windows, values):
+    """Layers with value embeddings are counted from the last."""
     set_knobs(monkeypatch, WINDOW_PATTERN=pattern, SHORT_WINDOW=short, DEPTH=depth, VE_EVERY=every)
     config = train.derive_config(100, torch.float32)
-    assert (config.windows, config.value_layers) == (windows, value_layers)
-
-
-@pytest.mark.parametrize(("kv_heads", "derived"), [(0, 5), (1, 1)])
-def test_width_is_rounded_aloud(monkeypatch, capsys, kv_heads, derived):
-    set_knobs(monkeypatch, DEPTH=9, ASPECT_RATIO=57, HEAD_DIM=128, KV_HEADS=kv_heads)
-    config = train.derive_config(100, torch.float32)
-    assert (config.n_embd, config.n_head) == (640, 5)
-    assert (config.n_kv_head, config.kv_dim) == (derived, derived * 128)
-    assert capsys.readouterr().out == "width: DEPTH * ASPECT_RATIO = 513 is rounded up to 640\n"
+    assert (config.windows, config.value_layers) == (windows, values)
 
 
 @pytest.mark.parametrize(
-    ("knob", "value", "sentence"),
-    [
-        ("TOTAL_BATCH_SIZE", 1000, "must be a multiple of 512 tokens."),
-        ("WINDOW_PATTERN", "", "must consist of S and L; change it."),
-        ("WINDOW_PATTERN", "S L", "must consist of S and L; change it."),
-    ],
+    ("knob", "value"),
+    [("TOTAL_BATCH_SIZE", 1000), ("WINDOW_PATTERN", ""), ("WINDOW_PATTERN", "S L")],
 )
-def test_a_knob_that_does_not_fit_is_refused(monkeypatch, capsys, knob, value, sentence):
+def test_a_knob_that_does_not_fit_is_refused(monkeypatch, capsys, knob, value):
     set_knobs(monkeypatch, **{knob: value})
     with pytest.raises(SystemExit, match="2"):
         train.derive_config(100, train.rows_at_a_time(8))
-    assert capsys.readouterr().err == f"error: {knob} = {value!r} {sentence}\n"
+    assert capsys.readouterr().err.startswith(f"error: {knob} = {value!r} must ")
 
 
 @pytest.mark.parametrize(
     ("device", "has", "dtype"),
     [
-        ("cpu", {"avx512_bf16": False, "amx_bf16": False}, torch.float32),
-        ("cpu", {"avx512_bf16": True}, torch.bfloat16),
+        ("cpu", {"avx512_bf16": False}, torch.float32),
         ("cpu", {"amx_bf16": True}, torch.bfloat16),
         ("cuda", (7, 5), torch.float16),
         ("cuda", (8, 0), torch.bfloat16),
@@ -110,20 +87,21 @@ def good(cache, tmp_path_factory):
     shutil.copytree(prepare.PREPARED, theirs / "cache" / prepare.PREPARED.name)
     script = common.edited(theirs / "code")
     (theirs / "sitecustomize.py").write_text(GUARD)
-    times = {path: path.stat().st_mtime_ns for path in [theirs, *theirs.rglob("*")]}
-    for path in times:
+    files = [theirs, *theirs.rglob("*")]
+    times = [path.stat().st_mtime_ns for path in files]
+    for path in files:
         path.chmod(0o555 if path.is_dir() else 0o444)
     as_user = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
     told = {"AUTORESEARCH_CACHE": theirs / "cache", "AUTORESEARCH_RUNS": folder / "mine"}
     told |= {"AUTORESEARCH_COMMIT": "abc1234", "PYTHONPATH": theirs}
     done = common.train(script, prefix=as_user, **told)
-    done.changed = times != {p: p.stat().st_mtime_ns for p in [theirs, *theirs.rglob("*")]}
-    for path in times:
+    done.changed = times != [path.stat().st_mtime_ns for path in files]  # folders change with files
+    for path in files:
         path.chmod(0o755)
     return done
 
 
-def test_a_run_ends_with_a_block_and_a_record_and_writes_nothing_else(good):
+def test_a_run_ends_with_a_block_and_a_record_and_leaves_nothing_else(good):
     assert good.returncode == 0 and not good.changed, good.output
     block = parse_block(good.stdout)
     own = "mfu_percent num_steps num_params_M depth attention".split()
@@ -133,13 +111,9 @@ def test_a_run_ends_with_a_block_and_a_record_and_writes_nothing_else(good):
     [record] = good.records
     assert block["val_bpb"] == f"{record['val_bpb']:.6f}"
     assert record["total_tokens_M"] == pytest.approx((record["num_steps"] * 2048 + 2048) / 1e6)
-    assert 0.1 < record["num_params_M"] < 1
     found = [record[key] for key in ("time_budget", "depth", "attention", "commit")]
     assert found == [1, 2, "blocks", "abc1234"]
-
-
-def test_a_run_learns(good):
-    [record] = good.records
+    # It has learned:
     rows = np.fromfile(prepare.PREPARED / prepare.ROWS_FILE, "<u2")
     table = prepare.Tokenizer.from_directory().token_bytes
     untrained = math.log2(len(table)) * np.count_nonzero(table[rows]) / table[rows].sum()
@@ -158,11 +132,14 @@ def test_the_nights_tool_reads_what_a_run_prints(good, tmp_path):
 
 
 # ---- Runs that end without one ----
+START = "    device = start()\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "begin", "code", "says"),
     [
-        (["--help"], START, 2, "train.py takes no arguments; .*"),
-        ([], START, 2, "this folder has a run already; .*"),
+        (["--help"], "", 2, "train.py takes no arguments; .*"),
+        ([], f"{START}    sys.exit('it starts')\n", 2, "this folder has a run already; .*"),
         ([], "    torch.empty(2**50)\n", 5, "RuntimeError: .* allocate memory.*; lower DEPTH, .*"),
     ],
 )

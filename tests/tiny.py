@@ -70,13 +70,9 @@ def take_steps(model, optimizer, count, micro_batches=1):
     return losses
 
 
-def snapshot(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def check_training(model):
     """Checks that 16 steps fit one batch and change every parameter. Returns the losses."""
-    before = snapshot(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = take_steps(model, build_optimizer(model), 16)
     assert losses[-1] < 2.0
     for name, parameter in model.named_parameters():
@@ -114,8 +110,7 @@ class Tiny(nn.Module):
         self.embed = nn.Embedding(V, C)
         self.q, self.k, self.v = (nn.Linear(C, C, bias=False) for _ in range(3))
         self.head = nn.Linear(C, V, bias=False)
-        with torch.no_grad():
-            self.head.weight.mul_(4)
+        self.head.weight.data *= 4
 
     def mix(self, x):  # between the embedding and attention
         return x
