@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import train
@@ -11,7 +12,9 @@ from tests.tiny import set_knobs, tiny
 import kernels
 import pytest
 import torch
+from torch.nn import attention
 from torch.nn.attention import varlen
+from torch.nn.attention._fa4 import register_flash_attention_fa4
 
 CPU = torch.device("cpu")
 
@@ -92,7 +95,7 @@ def test_a_run_takes_the_first_back_end_that_passes_or_the_one_that_is_forced(mo
         train.choose_attention(CPU, PROBED)
     said = capsys.readouterr()
     assert said.out == f"{first}\n"
-    assert said.err.startswith("error: no attention back-end works, see above; change ATTENTION, ")
+    assert said.err.startswith("error: no attention back-end works, for the reasons above; ")
 
 
 @pytest.fixture
@@ -167,3 +170,92 @@ def test_varlen_gets_rows_end_to_end_and_a_window_to_the_left(monkeypatch):
         got = values_and_gradients(train.load_varlen(), 6, 2, window)
         torch.testing.assert_close(got, values_and_gradients(masked_softmax, 6, 2, window))
     assert sizes == [(2, 0), (4, 0), (-1, 0), (-1, 0)]  # a window that covers the row becomes -1
+
+
+def test_scores_as_large_as_qk_norm_allows_do_not_overflow():
+    """attend_blocks takes exp without subtracting a maximum; a score is at most sqrt(D)."""
+    q = torch.full((1, 64, 2, 128), 1.0, dtype=torch.bfloat16)  # of norm sqrt(D)
+    for sign in (1, -1):
+        out = train.attend_blocks(q, sign * q, torch.ones_like(q), 8)
+        torch.testing.assert_close(out, torch.ones_like(q))
+
+
+# ---- FlashAttention 4 behind torch's varlen_attn ----
+def flash_kernels(change):
+    """Registers, as torch does for FlashAttention 4, kernels of varlen_attn; here for a CPU. They
+    compute the definition, and `change` alters the window and the gradients."""
+
+    def compute(q, k, v, ends, left):
+        rows = (x.unflatten(0, (len(ends) - 1, -1)) for x in (q, k, v))
+        return masked_softmax(*rows, change.get("window", 0) + (len(q) if left == -1 else left))
+
+    def forward(q, k, v, ends, *rest, window_size_left, **options):
+        out = compute(q, k, v, ends, window_size_left).flatten(0, 1)
+        return out, q.new_empty(0), *torch.zeros(2, 2, dtype=torch.uint64), q.new_empty(0)
+
+    def backward(grad, q, k, v, out, lse, ends, *rest, window_size_left, **options):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def differentiate():
+            out = compute(*inputs, ends, window_size_left).flatten(0, 1)
+            return torch.autograd.grad(out, inputs, change.get("gradient", 1) * grad)
+
+        with ThreadPoolExecutor() as pool:  # in this thread autograd is off, as for any kernel
+            return pool.submit(differentiate).result()
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    return library
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """Stands in for a Hopper GPU, torch's own kernels and, behind the switch, the package's. The
+    test may change the latter."""
+    change = {}
+
+    class Handle:
+        def __init__(self):
+            self.library = flash_kernels(change)
+
+        def remove(self):
+            self.library = None
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    ladder = {"cpu": ("fa4", "varlen", "sdpa")}
+    set_knobs(monkeypatch, version=lambda package: "4.0", BACKEND_ORDER=ladder)
+    own = flash_kernels({})
+    attention.register_flash_attention_impl("FA4", register_fn=Handle)
+    yield change
+    if attention.current_flash_attention_impl():
+        attention.restore_flash_attention_impl()
+    attention.register_flash_attention_impl("FA4", register_fn=register_flash_attention_fa4)
+    del own
+
+
+def test_fa4_is_taken_where_its_kernels_are_right(switch, capsys):
+    name, attend = train.choose_attention(CPU, PROBED)
+    assert (name, capsys.readouterr().out) == ("fa4 4.0", "")
+    assert attention.current_flash_attention_impl() == "FA4"
+
+
+@pytest.mark.parametrize("change", [{"window": 1}, {"gradient": 1.1}])
+def test_a_wrong_fa4_is_refused_and_leaves_no_trace(switch, capsys, change):
+    switch |= change
+    name, attend = train.choose_attention(CPU, PROBED)
+    assert name == "varlen"
+    assert capsys.readouterr().out.startswith("attention: not fa4: RuntimeError: ")
+    assert attention.current_flash_attention_impl() is None
+    got = values_and_gradients(attend, 20, 2, 7)
+    torch.testing.assert_close(got, values_and_gradients(masked_softmax, 20, 2, 7))
+
+
+def test_fa4_can_be_switched_on_and_off_ten_times(switch):
+    switch["window"] = 1
+    q, k, v = torch.randn(3, 2, 6, 4, 8)
+    for _ in range(10):
+        got = train.load_fa4()(q, k, v, 2)
+        torch.testing.assert_close(got, masked_softmax(q, k, v, 3))
+        got = train.load_varlen()(q, k, v, 2)
+        torch.testing.assert_close(got, masked_softmax(q, k, v, 2))
