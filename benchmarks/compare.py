@@ -8,28 +8,28 @@ Measures what a change is worth, by running versions in turn.
 An argument is a folder with a prepare.py and a train.py. Before whole runs, each side prepares its
 cache and compiles in a short run that is not counted. Both runs of a pair have the same seed, the
 next pair the next seed, and if a run fails, its pair is left out. Ctrl-C prints the table so far.
-With --steps an argument may also set knobs, and all arguments take steps in turn in one process,
-since the machine's speed may drift by more than a change is worth. Their ratio is the speed
-relative to the first argument, the median over the turns.
+With --steps an argument may also set knobs, and all arguments take steps on random tokens in turn
+in one process, since the machine's speed may drift by more than a change is worth. Their ratio is
+the speed relative to the first argument, the median over the turns.
 """
 
 import argparse
+import itertools
+import math
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 from benchmarks.common import (
-    PARTS,
     RunError,
-    build,
-    import_train,
+    copy_scripts,
     print_header,
     print_row,
     run_script,
     run_training,
-    set_knobs,
-    take_step,
 )
 
 SIDES = ("before", "after")
@@ -42,8 +42,8 @@ MEASURES = {  # key: its format
     "outside_training_seconds": ".1f",
     "peak_vram_mb": ".0f",
 }
-SAME = ("data", "profile", "device", "torch")  # if these differ, scores may too
 WARM_SECONDS = 5  # of training in a run that is not counted
+FIRST_SEED = 42
 
 
 # ---- Whole runs ----
@@ -60,18 +60,18 @@ def get_ready(folder, cache, seconds):
         raise SystemExit(f"error: {folder}: {failure}") from None
 
 
-def run_pairs(folders, caches, seconds, pairs, seed):
+def run_pairs(folders, caches, seconds, pairs):
     """Prints a row per run. Yields {side: record} of each pair whose runs both succeeded."""
     print_header("pair", "side", *MEASURES, "integrity")
     for pair in range(pairs):
         records = {}
         for side, folder, cache in zip(SIDES, folders, caches, strict=True):
             try:
-                finished = run_training(folder, seconds, {"SEED": seed + pair} | cache_of(cache))
+                own = {"SEED": FIRST_SEED + pair} | cache_of(cache)
+                record = run_training(folder, seconds, own)
             except RunError as failure:
                 print_row(pair + 1, side, failure, *[""] * len(MEASURES))
                 continue
-            record = finished.record | {"outside_training_seconds": finished.outside}
             records[side] = record
             shown = [f"{record[key]:{form}}" for key, form in MEASURES.items()]
             print_row(pair + 1, side, *shown, record["integrity"])
@@ -89,10 +89,6 @@ def print_summary(pairs, seconds):
         ratios = [pair["after"][key] / pair["before"][key] for pair in pairs]
         shown = [f"{ratio:.3f}" for ratio in (after / before, min(ratios), max(ratios))]
         print_row(key, f"{before:{form}}", f"{after:{form}}", *shown)
-    for key in SAME:
-        before, after = (pairs[0][side][key] for side in SIDES)
-        if before != after:
-            print(f"\n{key} differs, {before} and {after}: the scores may not be comparable")
 
 
 def compare_runs(args):
@@ -100,7 +96,7 @@ def compare_runs(args):
         get_ready(folder, cache, args.seconds)
     done = []
     try:
-        for records in run_pairs(args.folders, args.cache, args.seconds, args.pairs, args.seed):
+        for records in run_pairs(args.folders, args.cache, args.seconds, args.pairs):
             done.append(records)
     except KeyboardInterrupt:
         print("\ninterrupted")
@@ -110,25 +106,67 @@ def compare_runs(args):
 
 
 # ---- Steps ----
+def import_train(folder):
+    """Imports a folder's train.py and the prepare.py next to it."""
+    for module in ("prepare", "train"):
+        sys.modules.pop(module, None)
+    sys.path.insert(0, str(folder))
+    try:
+        import train
+    finally:
+        sys.path.pop(0)
+    return train
+
+
+def build(train):
+    """Builds what a run of this train.py has when its training begins, without a cache. Returns the
+    tokens of a step and a function that takes one."""
+    import torch
+
+    prepare = sys.modules["prepare"]
+    torch.set_float32_matmul_precision("high")
+    device = prepare.DEVICE
+    if device.type == "cpu":
+        train.tune_cpu()
+    config = train.derive_config(prepare.VOCAB_SIZE, train.choose_dtype(device))
+    _, attend = train.choose_attention(device, config)
+    parts = (config, attend, train.COMPILE and train.can_compile(device))
+    rows = train.warm_up(*parts)
+    _, compiled_model, optimizer = train.build(*parts)
+    train.set_schedules(optimizer, 0.0, 0)
+    # The frequency of token i falls as about 1 / (i + 1) (Zipf's law). As in text, a few are
+    # frequent, and the gradient of a repeated token's embedding takes longer to sum up.
+    shape = (2, rows, train.MAX_SEQ_LEN)
+    drawn = torch.rand(shape, device=device).mul(math.log(prepare.VOCAB_SIZE)).exp().long() - 1
+    batch = (*drawn, 0)
+    count = train.accumulation_steps(rows)
+
+    def take_step():
+        """Returns the seconds of a step; reading the loss waits for a GPU."""
+        begun = perf_counter()
+        batches = itertools.repeat(batch)
+        train.train_step(compiled_model, optimizer, batch, batches, count)[0].item()
+        return perf_counter() - begun
+
+    return train.TOTAL_BATCH_SIZE, take_step
+
+
 def compare_steps(arguments, steps):
-    subjects = []
-    for argument in arguments:
-        folder, _, setting = argument.partition(":")
-        train = import_train(Path(folder).resolve())
-        set_knobs(train, setting.split(",") if setting else [])
-        subjects.append(build(train))
-    found = [[] for _ in subjects]  # seconds, in the order of PARTS
-    for _ in range(steps):
-        for subject, seconds in zip(subjects, found, strict=True):
-            seconds.append(take_step(subject))
-    print_header("train.py", *(f"{part}, ms" for part in PARTS), "tokens/s", "ratio")
-    tokens = [subject.train.TOTAL_BATCH_SIZE for subject in subjects]
-    for argument, seconds, own in zip(arguments, found, tokens, strict=True):
-        parts = [1000 * median(part) for part in zip(*seconds, strict=True)]
-        pairs = zip(found[0], seconds, strict=True)
-        ratio = median(base[0] / mine[0] for base, mine in pairs) * own / tokens[0]
-        speed = f"{1000 * own / parts[0]:.0f}"
-        print_row(argument, *(f"{part:.0f}" for part in parts), speed, f"{ratio:.3f}")
+    with tempfile.TemporaryDirectory() as place:
+        subjects = []
+        for number, argument in enumerate(arguments):
+            folder, _, setting = argument.partition(":")
+            copy = Path(place, str(number))
+            copy.mkdir()
+            copy_scripts(copy, setting.replace(",", " "), folder=folder)
+            subjects.append(build(import_train(copy)))
+        turns = [[take_step() for _, take_step in subjects] for _ in range(steps)]
+    print_header("train.py", "step, ms", "tokens/s", "ratio")
+    first = subjects[0][0]
+    for i, (argument, (tokens, _)) in enumerate(zip(arguments, subjects, strict=True)):
+        seconds = median(turn[i] for turn in turns)
+        ratio = median(turn[0] / turn[i] for turn in turns) * tokens / first
+        print_row(argument, f"{1000 * seconds:.0f}", f"{tokens / seconds:.0f}", f"{ratio:.3f}")
 
 
 def parse_arguments():
@@ -137,7 +175,6 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, help="compare this many steps, not whole runs")
     parser.add_argument("--seconds", type=float, default=300, help="training time per run (300)")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=42, help="seed of the first pair (42)")
     parser.add_argument(
         "--cache",
         nargs=2,

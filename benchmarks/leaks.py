@@ -3,7 +3,7 @@ Measures what each leak is worth in bits per byte, and how often the probes see 
 position sees ahead depends on its place in the row or on the token that it holds.
 
     uv run benchmarks/leaks.py                    # needs a prepared cache of the small profile
-    uv run benchmarks/leaks.py --steps 20 --draws 3 "prefix of 8" --more 20
+    uv run benchmarks/leaks.py --steps 20 --more 20 --draws 3 "prefix of 8"
     uv run benchmarks/leaks.py --honest --draws 200      # how far are honest models from refusal?
 
 A small GPT is trained without a leak. Copies of it take some more steps on the same batches, one
@@ -18,15 +18,16 @@ import math
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 import prepare
 import train
+from benchmarks.common import print_header, print_row
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+ROWS = 8  # per step
 HONEST = tuple(itertools.product((3, 8), (torch.float32, torch.bfloat16, torch.float16)))
 
 
@@ -156,7 +157,7 @@ def is_refused(found):
 def print_honest(batches, seeds):
     """Prints, by depth and dtype, how many draws refuse the model, and the largest changes."""
     print(f"limits: {prepare.PROBE_MEAN:g} on average, {prepare.PROBE_PEAK:g} at one position\n")
-    print("| depth | dtype | refused | probe: mean, largest |\n|---|---|---|---|", flush=True)
+    print_header("depth", "dtype", "refused", "probe: mean, largest")
     for depth, dtype in HONEST:
         model = train_on(build(depth, dtype), batches)
         losses = all_losses(model)
@@ -167,28 +168,25 @@ def print_honest(batches, seeds):
             for name in draws[0]
         )
         name = str(dtype).removeprefix("torch.")
-        print(f"| {depth} | {name} | {refused} of {len(draws)} | {worst} |", flush=True)
+        print_row(depth, name, f"{refused} of {len(draws)}", worst)
 
 
 def print_leaks(names, batches, more, seeds):
-    """Prints a row for each number of further steps and each leak."""
+    """Prints a row for each leak, with which the model takes the last `more` steps."""
     leaks = all_leaks(prepare._run.rows)
     count = prepare._run.token_bytes[prepare._run.rows[:, 1:]].sum()
-    begin = train_on(build(), batches[: -max(more)])
-    print("| leak | steps | val_bpb | worth | seen |\n|---|---|---|---|---|", flush=True)
-    for steps in more:
-        further = batches[-max(more) :][:steps]
-        honest = None
-        for name, leak in {"none": none, **{name: leaks[name] for name in names or leaks}}.items():
-            model = copy.deepcopy(begin)
-            model.leak = leak
-            train_on(model, further)
-            losses = all_losses(model)
-            bpb = losses.sum(dtype=np.float64) / math.log(2) / count
-            honest = honest or bpb
-            seen = sum(is_refused(draw(model, losses, seed)) for seed in seeds)
-            row = f"| {name} | {steps} | {bpb:.4f} | {honest - bpb:+.4f} | {seen} of {len(seeds)} |"
-            print(row, flush=True)
+    begin = train_on(build(), batches[:-more])
+    print_header("leak", "val_bpb", "worth", "seen")
+    honest = None
+    for name, leak in {"none": none, **{name: leaks[name] for name in names or leaks}}.items():
+        model = copy.deepcopy(begin)
+        model.leak = leak
+        train_on(model, batches[-more:])
+        losses = all_losses(model)
+        bpb = losses.sum(dtype=np.float64) / math.log(2) / count
+        honest = honest or bpb
+        seen = sum(is_refused(draw(model, losses, seed)) for seed in seeds)
+        print_row(name, f"{bpb:.4f}", f"{honest - bpb:+.4f}", f"{seen} of {len(seeds)}")
 
 
 def main():
@@ -196,21 +194,15 @@ def main():
     parser.add_argument("leaks", nargs="*", help="names of leaks (all)")
     parser.add_argument("--honest", action="store_true", help="probe models without a leak instead")
     parser.add_argument("--steps", type=int, default=300, help="steps without a leak (300)")
-    parser.add_argument(
-        "--more", type=int, nargs="+", default=[30, 100], help="steps with one (30 100)"
-    )
-    parser.add_argument("--rows", type=int, default=8, help="rows per step (8)")
+    parser.add_argument("--more", type=int, default=100, help="steps with one (100)")
     parser.add_argument("--draws", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first draw (0)")
     args = parser.parse_args()
-    loader = prepare.make_dataloader(None, args.rows, prepare.MAX_SEQ_LEN)
-    steps = args.steps + (0 if args.honest else max(args.more))
-    batches = list(itertools.islice(loader, steps))
-    seeds = range(args.seed, args.seed + args.draws)
+    loader = prepare.make_dataloader(None, ROWS, prepare.MAX_SEQ_LEN)
     if args.honest:
-        print_honest(batches, seeds)
+        print_honest(list(itertools.islice(loader, args.steps)), range(args.draws))
     else:
-        print_leaks(args.leaks, batches, args.more, seeds)
+        batches = list(itertools.islice(loader, args.steps + args.more))
+        print_leaks(args.leaks, batches, args.more, range(args.draws))
 
 
 if __name__ == "__main__":

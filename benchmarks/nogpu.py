@@ -2,14 +2,15 @@
 Examines train.py's CUDA path for a card that is not there: kernels, launches, memory.
 
     uv run benchmarks/nogpu.py                          # seven cards, about a minute each
-    uv run benchmarks/nogpu.py sm_86 --memory 8 16 --profile medium   # steps of 8 and 16 rows
-    uv run benchmarks/nogpu.py sm_90 --rung varlen --set DEPTH=2 ASPECT_RATIO=256
+    uv run benchmarks/nogpu.py sm_86 --memory 8 16      # only the memory of steps of 8 and 16 rows
+    AUTORESEARCH_PROFILE=full uv run benchmarks/nogpu.py sm_90 --rung varlen
 
-torch is made to believe that the card exists, and all tensors are fakes, which have a shape but no
-values. The training step, both optimizers and the forward pass of an evaluation are traced,
-differentiated and lowered as on a GPU; Triton compiles each kernel for the card, with the assembler
-in its own wheel. The generated code runs on the fakes, so that launches are counted and live memory
-is added up. The last lines give a verdict per card; the exit code is 1 if anything failed.
+torch is made to believe that the card exists, which also chooses the profile, and all tensors are
+fakes, which have a shape but no values. The training step, both optimizers and the forward pass of
+an evaluation are traced, differentiated and lowered as on a GPU; Triton compiles each kernel for
+the card, with the assembler in its own wheel. The generated code runs on the fakes, so that
+launches are counted and live memory is added up. The last lines give a verdict per card; the exit
+code is 1 if anything failed.
 
 It needs no GPU, driver or C compiler. It cannot see numerics, speed, attention's own kernels and
 their workspace, fragmentation or drivers. FlashAttention 3 is a stand-in with the real interface.
@@ -18,26 +19,22 @@ their workspace, fragmentation or drivers. FlashAttention 3 is a stand-in with t
 import argparse
 import contextlib
 import ctypes
-import json
-import multiprocessing.pool
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import types
 import weakref
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
-from benchmarks.common import ROOT, print_header, print_row, set_knobs
+from benchmarks.common import print_header, print_row
 
 GIB = 2**30
-# The columns of the two tables. Calls of attention count as matmuls.
-KERNELS = ("rung", "kernels", "compiled", "shared, KiB", "breaks", "launches", "matmuls")
-MEMORY = ("rung", "rows", "before a step, GiB", "peak of a step", "of evaluation")
+COLUMNS = ("rung", "rows", "kernels", "breaks", "launches", "GiB in a step", "in evaluation")
 
 
 @dataclass(frozen=True)
@@ -244,10 +241,6 @@ def collect_kernels(compile_them):
     return kernels
 
 
-def shared_memory(kernel):
-    return getattr(getattr(kernel, "metadata", kernel), "shared", 0) or 0
-
-
 # ---- FlashAttention 3, by its interface ----
 def fa3_stand_in():
     """Returns a module whose flash_attn_func is a custom operator with a fake and a gradient."""
@@ -286,20 +279,9 @@ def fa3_stand_in():
 
     forward.register_autograd(gradient, setup_context=setup_context)
 
-    def flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        deterministic=False,
-        return_attn_probs=False,
-    ):
+    def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
         assert causal
-        out, lse = forward(q, k, v, list(window_size))
-        return (out, lse) if return_attn_probs else out
+        return forward(q, k, v, list(window_size))[0]
 
     return SimpleNamespace(flash_attn_func=flash_attn_func, __file__="stand-in")
 
@@ -324,35 +306,28 @@ def check_varlen():
 # ---- One card ----
 class Meter:
     """While `mode` is entered, sums the live memory on the card, in the allocator's blocks of 512
-    bytes, and counts matmuls and attention calls, which are not Triton's kernels."""
+    bytes."""
 
     def __init__(self):
+        import torch
         from torch.utils._python_dispatch import TorchDispatchMode
 
         self.live = {}
         self.now = 0
         self.peak = 0
-        self.matmuls = 0
         meter = self
 
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                return meter.dispatch(func, args, kwargs or {})
+                out = func(*args, **(kwargs or {}))
+                torch.utils._pytree.tree_map_only(torch.Tensor, meter.see, out)
+                return out
 
             @classmethod
             def is_infra_mode(cls):
                 return True
 
         self.mode = Mode()
-
-    def dispatch(self, func, args, kwargs):
-        import torch
-
-        out = func(*args, **kwargs)
-        if re.search(r"\.(add|b)?mm\b|attn|attention|fa3", str(func)):
-            self.matmuls += 1
-        torch.utils._pytree.tree_map_only(torch.Tensor, self.see, out)
-        return out
 
     def see(self, tensor):
         storage = tensor.untyped_storage()
@@ -383,9 +358,9 @@ def to_card(model):
             module._buffers[name] = fake(buffer)
 
 
-def examine(args):
-    """Returns the facts about one card, in plain values. Call it once per process."""
-    os.environ["AUTORESEARCH_PROFILE"] = args.profile
+def examine(name, rungs, rows):
+    """Returns the facts about one card, and what is wrong; without `rows` its kernels are compiled,
+    too. Call it once per process, since it patches torch."""
     scratch = tempfile.TemporaryDirectory(prefix="nogpu-", ignore_cleanup_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch.name
     os.environ["TRITON_CACHE_DIR"] = f"{scratch.name}/triton"
@@ -395,13 +370,12 @@ def examine(args):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch._functorch.config.enable_autograd_cache = False
-    card = CARDS[args.card]
+    card = CARDS[name]
     pretend_card(card)
-    kernels = collect_kernels(compile_them=args.rows is None)
+    kernels = collect_kernels(compile_them=rows is None)
     import prepare
     import train
 
-    set_knobs(train, args.set)
     check_varlen()
     # In fp16 a step asks whether the gradients are finite, which fakes cannot tell.
     torch.amp.GradScaler._maybe_opt_step = lambda scaler, optimizer, state: optimizer.step()
@@ -411,15 +385,15 @@ def examine(args):
     device = torch.device("cuda")
     dtype = train.choose_dtype(device)
     config = train.derive_config(prepare.VOCAB_SIZE, dtype)
-    for rung in [args.rung] if args.rung else train.BACKEND_ORDER["cuda"]:
+    for rung in rungs or train.BACKEND_ORDER["cuda"]:
         with contextlib.suppress(RuntimeError):  # a rung that this card does not have
             attend = train.BACKENDS[rung]()
             break
     else:
-        raise SystemExit(f"error: {args.card} has no rung {args.rung}.")
+        raise RuntimeError(f"it has no rung {rung}")
     model = train.GPT(config, attend)
     train.initialise(model, 0)
-    rows = args.rows or 8
+    rows = rows or 8
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         to_card(model)
@@ -444,11 +418,9 @@ def examine(args):
         states = [*optimizer.adamw.state.values(), *optimizer.muon_groups]
         for tensor in (state[name] for state in states for name in ("exp_avg", "exp_avg_sq")):
             meter.see(tensor)
-        base = meter.now
         with meter.mode:
             _, (inputs, _, _) = train.train_step(compiled_model, optimizer, batch, batches, 2)
         launches = sum(kernel.launches for kernel in kernels)
-        matmuls = meter.matmuls
         training_peak = meter.peak
         model.eval()
         with torch.no_grad():
@@ -457,45 +429,22 @@ def examine(args):
             with meter.mode:
                 compiled_model(inputs[: prepare.EVAL_BATCH])
     errors = []
-    made = [(kernel.name, result) for kernel in kernels for result in kernel.compiled]
-    for name, result in made:
-        if isinstance(result, Exception):
-            reason = str(result).strip().splitlines() or [""]
-            errors.append(f"{name}: {type(result).__name__}: {reason[0][:200]}")
-    shared = max((shared_memory(result) for _, result in made), default=0)
-    if shared > card.shared * 1024:
-        errors.append(f"{shared} bytes of shared memory are too many")
+    for kernel in kernels:
+        for result in kernel.compiled:
+            if isinstance(result, Exception):
+                errors.append(f"{kernel.name}: {describe(result)}")
+            elif result.metadata.shared > card.shared * 1024:
+                errors.append(f"{kernel.name}: {result.metadata.shared} bytes of shared memory")
     if counters["graph_break"]:
         errors.append(f"graph breaks: {list(counters['graph_break'])}"[:300])
-    parameters = sum(p.numel() for p in model.parameters())
-    return {
-        "rung": rung,
-        "rows": rows,
-        "model": f"{parameters / 1e6:.1f} M parameters, {model.flops_per_token():.3g} FLOPs",
-        "kernels": len(kernels),
-        "compiled": sum(not isinstance(result, Exception) for _, result in made),
-        "shared, KiB": f"{shared / 1024:.0f} of {card.shared}",
-        "breaks": sum(counters["graph_break"].values()),
-        "launches": launches,
-        "matmuls": matmuls,
-        "before a step, GiB": round(base / GIB, 2),
-        "peak of a step": round(training_peak / GIB, 2),
-        "of evaluation": round(meter.peak / GIB, 2),
-        "errors": errors,
-    }
+    breaks = sum(counters["graph_break"].values())
+    memory = (f"{training_peak / GIB:.2f}", f"{meter.peak / GIB:.2f}")
+    return (rung, rows, len(kernels), breaks, launches, *memory), errors
 
 
 # ---- All cards ----
-def in_a_process(args, card, rows):
-    """Runs `examine` in its own process, since it patches torch permanently."""
-    asked = json.dumps(vars(args) | {"card": card, "rows": rows})
-    command = [sys.executable, __file__, "--alone", asked]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
-        return {"errors": [said[-1][:300]]}
+def describe(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def main():
@@ -504,38 +453,31 @@ def main():
     parser.add_argument(
         "--memory", nargs="+", type=int, metavar="ROWS", help="only memory, of steps of ROWS rows"
     )
-    parser.add_argument("--profile", choices=("full", "medium"), default="full")
-    parser.add_argument("--rung", help="rung of the attention ladder (the first that the card has)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KNOB=value")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)  # for in_a_process
+    parser.add_argument(
+        "--rung", nargs=1, help="rung of the attention ladder (the first that the card has)"
+    )
     args = parser.parse_args()
     unknown = [card for card in args.cards if card not in CARDS]
     if unknown:
         parser.error(f"{unknown[0]} is none of {', '.join(CARDS)}")
-    if args.alone:
-        print(json.dumps(examine(SimpleNamespace(**json.loads(args.alone)))))
-        return
-    cards = args.cards or list(CARDS)
-    with multiprocessing.pool.ThreadPool(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        jobs = [(card, rows) for card in cards for rows in (args.memory or [None])]
-
-        def work(job):
-            return job, in_a_process(args, *job)
-
-        found = dict(pool.imap(work, jobs))
-    columns = MEMORY if args.memory else KERNELS
-    print_header("card", *columns)
-    model = "no model"
-    for (card, _), one in found.items():
-        if "rung" in one:
-            print_row(card, *[one[column] for column in columns])
-            model = one["model"]
-    print(f"\n{model} per token\n")
-    for (card, rows), one in found.items():
-        of_rows = f", {rows} rows" if rows else ""
-        verdict = "; ".join(one["errors"]) or "ok"
-        print(f"{card} ({CARDS[card].name}){of_rows}: {verdict}")
-    raise SystemExit(1 if any(one["errors"] for one in found.values()) else 0)
+    verdicts = {}
+    print_header("card", *COLUMNS)
+    jobs = [(name, rows) for name in args.cards or CARDS for rows in args.memory or [None]]
+    fresh = {"mp_context": get_context("spawn"), "max_tasks_per_child": 1}  # a process per job
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) // 2), **fresh) as pool:
+        found = {job: pool.submit(examine, job[0], args.rung, job[1]) for job in jobs}
+        for (name, rows), future in found.items():
+            try:
+                facts, errors = future.result()
+                print_row(name, *facts)
+            except Exception as error:  # report whatever torch raises
+                errors = [describe(error)]
+            of_rows = f", {rows} rows" if rows else ""
+            verdicts[f"{name} ({CARDS[name].name}){of_rows}"] = "; ".join(errors) or "ok"
+    print()
+    for subject, verdict in verdicts.items():
+        print(f"{subject}: {verdict}")
+    raise SystemExit(set(verdicts.values()) != {"ok"})
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@ Trains settings of the knobs and compares them; this found the small profile's v
 
     uv run benchmarks/sweep.py --seconds 60 "" "DEPTH=3" "TOTAL_BATCH_SIZE=2048"
     uv run benchmarks/sweep.py --seconds 300 --seeds 42 43 "" "WINDOW_PATTERN='SSSL'"
-    uv run benchmarks/sweep.py --steps 1200 --jobs 2 "" "DEPTH=3 ASPECT_RATIO=64 @1.21"
-    uv run benchmarks/sweep.py --random 24 --log /tmp/random.jsonl    # 24 random ideas
+    uv run benchmarks/sweep.py --steps 1200 "" "DEPTH=3 ASPECT_RATIO=64 @1.21"
     uv run --group tpe benchmarks/sweep.py --tpe 24 --log /tmp/tpe.jsonl    # 24 ideas of TPE
 
 A setting is a list of KNOB=value; "" is train.py unchanged. Each knob is one line substituted in a
@@ -12,27 +11,22 @@ copy of train.py. The ratio is val_bpb relative to the first setting's with the 
 
 On a machine whose speed changes, a fixed time measures the machine too. With --steps N a run takes
 N optimizer steps, however long they last. A number after an @ multiplies N: how many steps this
-setting takes per step of the first one; with equal batches, that is compare.py's ratio. So neither
-other programs nor the number of runs at once (--jobs) affect a score.
+setting takes per step of the first one; with equal batches, that is compare.py's ratio.
 
-Random search and TPE are the baselines for a night of an agent's ideas. A random idea draws new
-values for one or two knobs of the best setting, from the ranges below, which were written down
-before the first run. TPE (arXiv 2304.11127, by optuna) begins with ten such ideas, each a
-change to train.py's own values, and then chooses all knobs itself. Lower wins. Each run adds a line
-to the log; a search that was cut off continues from there.
+TPE (arXiv 2304.11127, by optuna) is the baseline for a night of an agent's ideas. It begins with
+ten random ideas, each a change to one or two of train.py's own values within the ranges below,
+which were written down before the first run, and then chooses all knobs itself. Each run adds a
+line to the log; a search that was cut off continues from there.
 """
 
 import argparse
 import ast
 import json
 import math
-import os
 import re
 import sys
 import tempfile
-from functools import partial
 from importlib.util import find_spec
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
@@ -40,7 +34,6 @@ from benchmarks.common import (
     ROOT,
     RunError,
     copy_scripts,
-    import_train,
     print_header,
     print_row,
     run_training,
@@ -81,35 +74,29 @@ def split(argument):
     return " ".join(knobs), factor
 
 
-def run(job, seconds, steps, jobs):
-    """Runs a setting; returns the record or the RunError."""
-    argument, seed = job
-    setting, factor = split(argument)
-    environment = {"SEED": seed}
+def run(setting, seed, seconds, steps=None):
+    """Trains a setting, for seconds or for steps. Returns the record. Raises RunError."""
     edits = {}
     if steps:
-        own = round(steps * factor)
-        edits = {old: new.format(steps=own) for old, new in TIMED.items()}
-    if jobs > 1:
-        environment["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // jobs)
+        edits = {old: new.format(steps=steps) for old, new in TIMED.items()}
+        seconds = LONG
     with tempfile.TemporaryDirectory() as folder:
         copy_scripts(folder, setting, edits)
-        try:
-            return run_training(folder, LONG if steps else seconds, environment).record
-        except RunError as failure:
-            return failure
+        return run_training(folder, seconds, {"SEED": seed})
 
 
 def print_sweep(args):
-    jobs = [(argument, seed) for argument in args.settings for seed in args.seeds]
     base = {}  # val_bpb of the first setting, by seed
     print_header(*COLUMNS)
-    with ThreadPool(args.jobs) as pool:
-        work = partial(run, seconds=args.seconds, steps=args.steps, jobs=args.jobs)
-        for (argument, seed), record in zip(jobs, pool.imap(work, jobs), strict=True):
-            shown = f"`{argument}`" if argument else "none"
-            if isinstance(record, RunError):
-                print_row(record, *[""] * (len(COLUMNS) - 3), seed, shown)
+    for argument in args.settings:
+        setting, factor = split(argument)
+        shown = f"`{argument}`" if argument else "none"
+        for seed in args.seeds:
+            steps = round(args.steps * factor) if args.steps else None
+            try:
+                record = run(setting, seed, args.seconds, steps)
+            except RunError as failure:
+                print_row(failure, *[""] * (len(COLUMNS) - 3), seed, shown)
                 continue
             if argument == args.settings[0]:
                 base[seed] = record["val_bpb"]
@@ -118,7 +105,7 @@ def print_sweep(args):
             print_row(*[f"{record[key]:{form}}" for key, form in COLUMNS.items()])
 
 
-# ---- Random search and TPE ----
+# ---- TPE ----
 # The small profile's knobs are drawn uniformly, log-uniformly, as powers of two, or from a list.
 RANGES = {
     "DEPTH": ("of", 1, 2, 3, 4, 5, 6, 8),
@@ -178,13 +165,11 @@ def draw(knob, rng):
     return at_position(knob, position)
 
 
-def random_idea(best, number):
-    """Returns the best {knob: value} with one or two knobs changed."""
+def random_idea(number):
+    """Returns the {knob: value} of one or two knobs."""
     rng = np.random.default_rng([0, number])
-    changed = dict(best)
-    for knob in rng.choice(list(RANGES), size=rng.integers(1, 3), replace=False):
-        changed[str(knob)] = draw(str(knob), rng)
-    return changed
+    knobs = rng.choice(list(RANGES), size=rng.integers(1, 3), replace=False)
+    return {str(knob): draw(str(knob), rng) for knob in knobs}
 
 
 def as_setting(knobs):
@@ -204,7 +189,7 @@ def tpe_idea(lines, as_it_is):
     scores."""
     number = len(lines)
     if number <= TPE_RANDOM_IDEAS:
-        return random_idea({}, number)
+        return random_idea(number)
     import optuna
     from optuna.distributions import FloatDistribution, IntDistribution
 
@@ -233,67 +218,38 @@ def tpe_idea(lines, as_it_is):
     return {knob: value for knob, value in knobs.items() if value != as_it_is[knob]}
 
 
-def better_of_two(run):
-    """Returns the record of `run()`, a Finished; if it is flagged, calls `run` once more and
-    returns the record with more steps. Raises RunError."""
-    first = run().record
-    if first["integrity"] == "ok":
-        return first
-    return max(first, run().record, key=lambda record: record["num_steps"])
+def run_idea(setting, seconds):
+    """Returns the line of the log for a setting."""
+    try:
+        record = run(setting, 42, seconds)
+    except RunError as failure:
+        record = {"val_bpb": math.nan, "integrity": str(failure), "num_steps": 0}
+    shown = {key: record[key] for key in ("val_bpb", "integrity", "num_steps")}
+    return {"setting": setting} | shown
 
 
-def run_knobs(knobs, seconds):
-    """Trains with these knobs. Returns what the log keeps of the record."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy_scripts(folder, as_setting(knobs))
-        try:
-            record = better_of_two(lambda: run_training(folder, seconds, {"SEED": 42}))
-        except RunError as failure:
-            record = {"val_bpb": math.nan, "integrity": str(failure), "num_steps": 0}
-    return {key: record[key] for key in ("val_bpb", "integrity", "num_steps")}
+def search(log, ideas, seconds):
+    import train
 
-
-def search(log, ideas, seconds, tpe):
-    if tpe:
-        train = import_train()
-        as_it_is = {knob: getattr(train, knob) for knob in RANGES}
+    as_it_is = {knob: getattr(train, knob) for knob in RANGES}
     lines = log.read_text().splitlines() if log.exists() else []
     lines = [json.loads(line) for line in lines]
-    best = {}
-    baseline = lowest = math.nan
-    print_header("idea", "val_bpb", "ratio", "kept", "steps", "integrity", "setting")
+    print_header("idea", "val_bpb", "ratio", "steps", "integrity", "setting")
     for number in range(ideas + 1):
-        knobs = {}
-        if number:
-            knobs = tpe_idea(lines[:number], as_it_is) if tpe else random_idea(best, number)
-        if number < len(lines):
-            line = lines[number]
-            if line["setting"] != as_setting(knobs):
-                raise SystemExit(f"error: {log} belongs to another search; name another file.")
-        else:
-            line = {"setting": as_setting(knobs)} | run_knobs(knobs, seconds)
+        setting = as_setting(tpe_idea(lines[:number], as_it_is) if number else {})
+        if number == len(lines):
+            line = run_idea(setting, seconds)
             if number == 0 and math.isnan(line["val_bpb"]):
                 raise SystemExit(f"error: no baseline: {line['integrity']}")
+            lines.append(line)
             with open(log, "a") as file:
                 file.write(json.dumps(line) + "\n")
-            lines.append(line)
-        score = line["val_bpb"]
-        if number == 0:
-            baseline = lowest = score
-        kept = score < lowest
-        if kept:
-            best = knobs
-            lowest = score
-        print_row(
-            number or "baseline",
-            f"{score:.6f}",
-            f"{score / baseline:.4f}",
-            "yes" if kept else "",
-            line["num_steps"],
-            line["integrity"],
-            line["setting"] or "none",
-        )
-    print(f"\nbest: {as_setting(best) or 'none'}")
+        line = lines[number]
+        if line["setting"] != setting:
+            raise SystemExit(f"error: {log} belongs to another search; name another file.")
+        ratio = f"{line['val_bpb'] / lines[0]['val_bpb']:.4f}"
+        shown = (line["num_steps"], line["integrity"], setting or "none")
+        print_row(number or "baseline", f"{line['val_bpb']:.6f}", ratio, *shown)
 
 
 def main():
@@ -302,25 +258,16 @@ def main():
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--steps", type=int, help="optimizer steps per run, instead of seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, with --steps")
-    searches = parser.add_mutually_exclusive_group()
-    searches.add_argument(
-        "--random", type=int, metavar="IDEAS", help="random search; needs --log FILE"
-    )
-    searches.add_argument(
-        "--tpe", type=int, metavar="IDEAS", help="search by TPE; needs --log FILE"
-    )
+    parser.add_argument("--tpe", type=int, metavar="IDEAS", help="search by TPE; needs --log FILE")
     parser.add_argument("--log", type=Path, help="log of the search")
     args = parser.parse_args()
-    if args.random or args.tpe:
+    if args.tpe:
         if not args.log:
-            parser.error("--random and --tpe need --log FILE")
-        if args.tpe and find_spec("optuna") is None:
+            parser.error("--tpe needs --log FILE")
+        if find_spec("optuna") is None:
             parser.error("--tpe needs optuna; begin the command with `uv run --group tpe`")
-        search(args.log, args.random or args.tpe, args.seconds, bool(args.tpe))
+        search(args.log, args.tpe, args.seconds)
         return
-    if args.jobs > 1 and not args.steps:
-        parser.error("--jobs is for --steps: runs that share a machine share their seconds")
     source = (ROOT / "train.py").read_text()
     for argument in args.settings:  # so that a misspelt one cannot end the sweep in its last hour
         setting, _ = split(argument)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.common import ROOT, edited, substitute
-from tests.test_rerun import commit
+from tests.test_tools import commit
 
 import pytest
 

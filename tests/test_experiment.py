@@ -16,12 +16,15 @@ from tools import experiment
 
 import pytest
 
-# Takes SLEEP seconds and has the score that the idea gives it.
+# Takes SLEEP seconds, or as long as the file HOLD is there, and has the score of the idea.
 TRAIN = """
 import os, sys, time
 IDEA, SCORE = "baseline", 0.9
 print("run: small profile", flush=True)
 time.sleep(float(os.environ.get("SLEEP", 0)))
+end = time.monotonic() + 60
+while os.path.exists(os.environ.get("HOLD", "")) and time.monotonic() < end:
+    time.sleep(0.02)
 print("step 7 50% loss 3.0", "x" * int(os.environ.get("NOISE", 0)), flush=True)
 if isinstance(SCORE, str):
     sys.exit(int(SCORE))
@@ -38,21 +41,23 @@ RERUN = """
 import subprocess, sys
 exec(subprocess.check_output(["git", "show", sys.argv[1] + ":train.py"], text=True))
 """
-HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 
 
 class Night:
-    """A clone with a train.py that takes no time."""
+    """A clone with a train.py that takes no time, or a copy of another."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, other=None):
         self.folder = folder
+        self.results = folder / "results.tsv"
+        if other:
+            shutil.copytree(other.folder, folder)
+            return
         (folder / "tools").mkdir(parents=True)
         shutil.copy(ROOT / "tools/experiment.py", folder / "tools")
         shutil.copy(ROOT / ".gitignore", folder)
         (folder / "tools/rerun.py").write_text(RERUN)
         (folder / "train.py").write_text(TRAIN)
         (folder / "prepare.py").write_text("")
-        self.results = folder / "results.tsv"
         self.git("init", "-qb", "main")
         self.git("add", ".")
         self.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "one")
@@ -80,9 +85,9 @@ class Night:
     def rows(self):
         return [line.split("\t") for line in self.results.read_text().splitlines()[1:]]
 
-    def add_row(self, status, score="0.8", name="HEAD"):
+    def add_row(self, status, score=0.8, commit=None):
         """Writes a row by hand, as a tool does that is killed after it."""
-        commit = self.git("rev-parse", "--short", name)
+        commit = commit or self.git("rev-parse", "--short", "HEAD")
         with open(self.results, "a") as file:
             file.write(f"{commit}\t{score}\t1.0\t{status}\tan idea\n")
 
@@ -108,18 +113,28 @@ def clone(tmp_path):
     return Night(tmp_path / "a night")
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    night = Night(tmp_path_factory.mktemp("begun") / "a night")
+    night.call("begin", "nov27")
+    night.call("run")
+    night.call("keep", "baseline")
+    return night
+
+
 @pytest.fixture
-def night(clone):
+def night(begun, tmp_path):
     """A night with a baseline of 0.9."""
-    clone.call("begin", "nov27")
-    clone.call("run")
-    clone.call("keep", "baseline")
-    return clone
+    return Night(tmp_path / "a night", begun)
 
 
-def try_idea(night, idea, score, verdict, **environment):
+def run_idea(night, idea, score, *args, **environment):
     night.edit(idea, score)
-    night.call("run", idea, **environment)
+    return night.call("run", idea, *args, **environment)
+
+
+def try_idea(night, idea, score, verdict):
+    run_idea(night, idea, score)
     return night.call(verdict, idea)
 
 
@@ -127,18 +142,15 @@ def try_idea(night, idea, score, verdict, **environment):
 def test_a_night_of_three_ideas(clone):
     assert "there is no night here" in clone.call(code=2)
     assert "next: run, which trains" in clone.call("begin", "nov27")
-    assert clone.call().endswith(
-        f"next: run, which trains {clone.git('rev-parse', '--short', 'HEAD')}\n"
-    )
     assert "val_bpb: 0.900000" in clone.call("run")
+    assert "there is no score to beat yet" in clone.call("again", code=2)
+    assert 'next: keep, discard or crash "what' in clone.call()
     clone.call("keep", "baseline")
     out = try_idea(clone, "lower", 0.85, "keep")
     assert out.endswith('next: change train.py, then run "what you try"\n')
     try_idea(clone, "higher", 0.95, "discard")
-    clone.edit("bug", "5")
-    assert "no valid score: exit 5\nnext: mend train.py and `run`, or crash" in clone.call(
-        "run", "bug"
-    )
+    out = run_idea(clone, "bug", "5")
+    assert "no valid score: exit 5\nnext: mend train.py and `run`, or crash" in out
     clone.call("crash", "a bug")
     kept, best = (clone.git("rev-parse", "--short", name) for name in ("start", "best"))
     rows = clone.rows()
@@ -158,30 +170,23 @@ def test_begin_refuses_a_dirty_clone_and_a_second_night(clone):
     assert "a night is under way" in clone.call("begin", "b", code=2)
     clone.results.unlink()
     clone.call("begin", "a")  # killed before its last step, it goes on
-    clone.results.unlink()
-    clone.git("switch", "-q", "main")
-    assert "git switch: fatal: " in clone.call("begin", "a", code=2)  # an older night's name
 
 
 def test_a_run_compares_with_best(night):
-    night.edit("lower", 0.85)
-    out = night.call("run", "lower", SPEED=15000)
+    out = run_idea(night, "lower", 0.85, SPEED=15000)
     assert "val_bpb: 0.850000; best: 0.900000\ntokens_per_second: 15000; best: 18000\n" in out
     assert "0.050000 better than 0.900000, the score to beat\nspeed -17%: if the change does" in out
     assert "explain it, train best `again` before you judge\n" in out
-    assert night.git("log", "-1", "--format=%s") == "lower"
     out = night.call("again", SPEED=12000)
     assert "tokens_per_second of best: 12000; it was 18000" in out
     assert "speed +25%: if the change does not explain it, train the idea again (`run --rep" in out
     assert "speed +" not in night.call("run", "--repeat", SPEED=15000)  # both are fresh now
     assert night.rows()[-1][3:] == ["again", "best again: it was 0.900000, 12000 tok/s"]
     assert "1 keep, 1 again" in night.call()
-    night.call("keep", "lower")
 
 
 def test_a_slip_is_mended_in_place(night):
-    night.edit("bug", "1")
-    night.call("run", "bug")
+    run_idea(night, "bug", "1")
     night.edit("mended", 0.8)
     assert "0.800000" in night.call("run")
     night.call("keep", "mended")
@@ -197,27 +202,21 @@ def test_the_baseline_comes_first(clone):
     clone.git("commit", "-qam", "two")
     clone.git("tag", "-f", "best")
     clone.call("run")
-    clone.edit("smaller", 0.95)  # what a small GPU needs
-    clone.call("run", "smaller")
+    run_idea(clone, "smaller", 0.95)  # what a small GPU needs
     clone.call("keep", "baseline, smaller")
     assert len(clone.rows()) == 1 and clone.is_at("best")
 
 
 def test_hints_after_ten_and_fifteen(night):
-    for i in range(14):
-        night.edit(i, 0.91 + i / 1000)
-        night.git("commit", "-qam", f"idea {i}")
-        night.add_row("discard", 0.91 + (7 * i % 14) / 1000)
+    scores = {f"c0ffee{i}": 0.91 + (7 * i % 14) / 1000 for i in range(14)}
+    for i, (commit, score) in enumerate(scores.items()):
+        night.add_row("discard", score, commit)
         if i == 9:
             assert "next: again, after ten discards in a row" in night.call()
-            night.add_row("again", "0.9", "best")
-    night.edit("c", "1")
-    night.git("commit", "-qam", "crash")
-    night.add_row("crash", "")
-    out = night.call()
-    ideas = [row for row in night.rows() if row[3] == "discard"]
-    closest = sorted(ideas, key=lambda row: float(row[1]))[:6]
-    assert f"try these together: {' '.join(row[0] for row in closest)}\n" in out
+            night.add_row("again", 0.9, "c0ffee")
+    night.add_row("crash", "", "c0ffeec")
+    closest = " ".join(sorted(scores, key=scores.get)[:6])
+    assert f"try these together: {closest}\n" in night.call()
 
 
 # ---- What a command refuses ----
@@ -238,8 +237,7 @@ def test_what_has_no_run_or_a_row_is_not_judged(night):
 
 
 def test_a_run_without_a_score_is_no_keep(night):
-    night.edit("leak", 0.1)
-    night.call("run", "leak", FLAG="FAIL causality")
+    run_idea(night, "leak", 0.1, FLAG="FAIL causality")
     for verdict in ("keep", "discard"):
         assert "no valid score (FAIL causality)" in night.call(verdict, "leak", code=2)
     night.call("crash", "leak")
@@ -248,8 +246,8 @@ def test_a_run_without_a_score_is_no_keep(night):
 
 def test_only_the_machines_faults_are_repeated_and_once(night, tmp_path):
     trained = tmp_path / "trained"
-    night.edit("slow", 0.8)
-    assert "next: run, which trains it once more" in night.call("run", "slow", FLAG="overtime: 9 s")
+    out = run_idea(night, "slow", 0.8, FLAG="overtime: 9 s")
+    assert "next: run, which trains it once more" in out
     assert "or crash" in night.call("run", FLAG="overtime: 9 s", TRAINED=trained)
     assert "or crash" in night.call("run", TRAINED=trained)  # shown, not trained
     assert trained.read_text() == "slow\n"
@@ -259,6 +257,7 @@ def test_only_the_machines_faults_are_repeated_and_once(night, tmp_path):
 def test_train_py_alone_may_change(night):
     (night.folder / "prepare.py").write_text("EVAL_TOKENS = 1")
     night.edit("idea", 0.8)
+    assert 'next: train.py has a change: run "what it tries", or undo it' in night.call()
     night.call("run", "idea")  # commits train.py alone
     assert night.git("show", "--format=", "--name-only", "HEAD") == "train.py"
     night.git("commit", "-qam", "the ruler")
@@ -267,12 +266,10 @@ def test_train_py_alone_may_change(night):
 
 def test_another_text_is_noticed_before_a_verdict(night):
     """A second clone prepares another text in the shared cache."""
-    night.edit("idea", 0.8)
-    night.call("run", "idea", DATA="cc")
+    run_idea(night, "idea", 0.8, DATA="cc")
     for verdict in ("keep", "discard"):
-        assert "does not compare with the score to beat: data aa -> cc" in night.call(
-            verdict, "idea", code=2
-        )
+        out = night.call(verdict, "idea", code=2)
+        assert "does not compare with the score to beat: data aa -> cc" in out
     assert "best, trained again, does not compare: data" in night.call("again", DATA="cc", code=2)
     assert len(night.rows()) == 1
     night.call("run", "--repeat")
@@ -280,8 +277,7 @@ def test_another_text_is_noticed_before_a_verdict(night):
 
 
 def test_a_second_agent_is_told(night):
-    night.edit("idea", 0.8)
-    night.call("run", "--wait", 0, "idea", SLEEP=60)
+    run_idea(night, "idea", 0.8, "--wait", 0, HOLD=".")
     command = [sys.executable, "tools/experiment.py", "run"]
     with subprocess.Popen(command, cwd=night.folder, stdout=subprocess.DEVNULL) as first:
         end = time.monotonic() + 20
@@ -294,83 +290,75 @@ def test_a_second_agent_is_told(night):
 
 
 # ---- Kills: every state that one can leave ----
-def test_killed_before_the_commit(night):
-    night.edit("idea", 0.8)
-    assert 'next: train.py has a change: run "what it tries", or undo it' in night.call()
-
-
 def test_killed_during_the_run_of_an_idea(night, tmp_path):
-    night.edit("idea", 0.8)
-    assert "step" not in night.call("run", "idea", "--wait", 0, SLEEP=4, TRAINED=tmp_path / "t")
+    hold, trained = tmp_path / "hold", tmp_path / "trained"
+    hold.touch()
+    assert "step" not in run_idea(night, "idea", 0.8, "--wait", 0, HOLD=hold, TRAINED=trained)
     assert "next: run, which waits for the run that is under way" in night.call()
     assert "a run is under way" in night.call("keep", "idea", code=2)
     assert "a run is under way" in night.call("again", code=2)
     night.edit("next", 0.7)
     assert "is still being trained; leave train.py alone" in night.call("run", "next", code=2)
     night.git("checkout", "-q", "train.py")
+    hold.unlink()
     assert "val_bpb: 0.800000" in night.call("run")  # joins
     assert "val_bpb: 0.800000" in night.call("run")  # shows
-    assert (tmp_path / "t").read_text() == "idea\n"
+    assert trained.read_text() == "idea\n"
     assert "0.100000 better than 0.900000" in night.call() and "keep, discard or" in night.call()
 
 
-@pytest.mark.parametrize("spared", ["sh", "-"])  # the shell tells the code, if it lives
-def test_the_run_itself_is_killed(night, spared):
-    night.edit("idea", 0.8)
-    night.call("run", "idea", "--wait", 0.3, SLEEP=60)
-    night.kill_run(spared)
+def test_the_run_itself_is_killed(night):
+    run_idea(night, "idea", 0.8, "--wait", 0.3, HOLD=".")
+    night.kill_run(spared="sh")  # the shell that runs train.py tells the code
     night.wait()
-    assert "next: run, which trains it once more" in night.call()
-    night.call("run", "--wait", 0.3, SLEEP=60)
-    night.kill_run(spared)
+    out = night.call()
+    assert "no valid score: exit 137\nnext: run, which trains it once more" in out
+    night.call("run", "--wait", 0.3, HOLD=".")
+    night.kill_run()
     night.wait()
     assert 'next: mend train.py and `run`, or crash "what' in night.call()
-    problem = "exit 137" if spared == "sh" else "cut off"
-    assert f"no valid score ({problem}" in night.call("keep", "idea", code=2)
+    assert "no valid score (cut off" in night.call("keep", "idea", code=2)
     night.call("crash", "idea")
-    assert problem in night.rows()[-1][4]
+    assert "cut off" in night.rows()[-1][4]
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["again"], ["keep", "x"]])
-def test_killed_between_the_row_and_the_tag(night, command):
-    night.edit("idea", 0.8)
-    night.call("run", "idea")
-    night.add_row("keep")
-    night.call(*command, code=2 if command in (["run"], ["keep", "x"]) else 0)
-    assert night.is_at("best") and not (night.folder / "run.log").exists()
-    assert experiment.Log(night.folder / "best.log").block["val_bpb"] == "0.800000"
-
-
-@pytest.mark.parametrize("status", ["discard", "crash"])
-def test_killed_between_the_row_and_the_reset(night, status):
-    night.edit("idea", 0.95)
-    night.call("run", "idea")
-    night.add_row(status)
-    assert 'next: change train.py, then run "what' in night.call()
-    assert night.is_at("best") and night.is_at("start")
-
-
-def test_killed_between_the_tag_and_the_log_of_best(night):
-    night.edit("idea", 0.8)
-    night.call("run", "idea")
-    night.add_row("keep")
-    night.git("tag", "-f", "best")
-    night.call()
-    assert experiment.Log(night.folder / "best.log").block["val_bpb"] == "0.800000"
+@pytest.mark.parametrize(
+    ("row", "tag", "command", "code"),
+    [
+        ("keep", False, ["run"], 2),
+        ("keep", False, ["again"], 0),
+        ("keep", False, ["keep", "x"], 2),
+        ("keep", True, [], 0),  # killed before the log of best
+        ("discard", False, [], 0),
+        ("crash", False, [], 0),
+    ],
+)
+def test_killed_after_the_row(night, row, tag, command, code):
+    """Any command moves `best`, or goes back to it."""
+    run_idea(night, "idea", 0.8)
+    night.add_row(row)
+    if tag:
+        night.git("tag", "-f", "best")
+    night.call(*command, code=code)
+    assert night.is_at("best") and night.is_at("start") == (row != "keep")
+    best = experiment.Log(night.folder / "best.log").block["val_bpb"]
+    assert best == ("0.800000" if row == "keep" else "0.900000")
 
 
 def test_killed_in_again(night, tmp_path):
-    night.edit("idea", 0.8)
-    night.call("run", "idea")
-    out = night.call("again", "--wait", 0, SLEEP=2, TRAINED=tmp_path / "t")
+    hold, trained = tmp_path / "hold", tmp_path / "trained"
+    hold.touch()
+    run_idea(night, "idea", 0.8)
+    out = night.call("again", "--wait", 0, HOLD=hold, TRAINED=trained)
     assert out.endswith("next: again, which waits for this run\n")
     assert "best is being trained again" in night.call("run", code=2)
+    hold.unlink()
     night.wait()  # it ends, and the next command logs it
-    assert [row[3] for row in night.rows()] == ["keep", "again"]
-    assert (tmp_path / "t").read_text() == "baseline\n"
-    shutil.copy(night.folder / "best.log", night.folder / "again.log")  # killed after the row
-    night.call()
-    assert [row[3] for row in night.rows()] == ["keep", "again"]
+    assert trained.read_text() == "baseline\n"
+    for _ in range(2):
+        assert [row[3] for row in night.rows()] == ["keep", "again"]
+        shutil.copy(night.folder / "best.log", night.folder / "again.log")  # killed after the row
+        night.call()
     assert not (night.folder / "again.log").exists()
     night.call("keep", "idea")
     assert night.is_at("best")
@@ -393,11 +381,9 @@ def test_an_old_commit_is_not_taken_for_best(night):
     assert night.git("rev-parse", "best") == best
 
 
-@pytest.mark.parametrize("name", ["index.lock", "refs/tags/best.lock", "HEAD.lock"])
+@pytest.mark.parametrize("name", ["index.lock", "refs/tags/best.lock"])
 def test_a_lock_that_git_left(night, name):
-    try_idea(night, "idea", 0.8, "keep")
-    night.edit("other", 0.95)
-    night.call("run", "other")
+    run_idea(night, "other", 0.95)
     lock = night.folder / ".git" / name
     lock.touch()
     verdict = "keep" if name.startswith("refs") else "discard"
@@ -405,38 +391,18 @@ def test_a_lock_that_git_left(night, name):
     assert f"{name}': File exists. If no git command is running, delete that file." in out
     lock.unlink()
     night.call()
-    assert night.is_at("best") and [row[3] for row in night.rows()] == ["keep", "keep", verdict]
+    assert night.is_at("best") and [row[3] for row in night.rows()] == ["keep", verdict]
 
 
 def test_a_torn_row_is_told_and_judged_again(night):
-    night.edit("idea", 0.8)
-    night.call("run", "idea")
+    run_idea(night, "idea", 0.8)
     with open(night.results, "a") as file:
         file.write("abc1234\t0.9")
     out = night.call()
-    assert (
-        "left out of results.tsv, not 5 columns: 'abc1234\\t0.9'" in out and "keep, discard" in out
-    )
+    assert "left out of results.tsv, not 5 columns: 'abc1234\\t0.9'" in out
+    assert "keep, discard" in out
     night.call("keep", "idea")
     assert [len(row) for row in night.rows()] == [5, 2, 5]
-
-
-def test_two_rows_of_one_commit(night):
-    night.edit("idea", 0.8)
-    night.git("commit", "-qam", "idea")
-    night.add_row("discard")
-    night.add_row("keep")
-    night.call()
-    assert night.is_at("best") and not night.is_at("start")
-
-
-def test_a_baseline_without_a_row(clone):
-    clone.call("begin", "nov27")
-    clone.call("run")
-    assert "there is no score to beat yet" in clone.call("again", code=2)
-    assert 'next: keep, discard or crash "what' in clone.call()
-    clone.call("keep", "baseline")
-    assert clone.rows()[0][3] == "keep"
 
 
 # ---- A full disk: no file may grow beyond so many bytes ----
@@ -453,8 +419,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def test_a_full_disk_tears_no_row(night):
-    night.edit("idea", 0.8)
-    night.call("run", "idea")
+    run_idea(night, "idea", 0.8)
     before = night.results.read_bytes()
     size = len(before) + 10
     out = night.call("discard", "idea", code=2, prefix=limited(size))
@@ -474,43 +439,25 @@ def test_a_full_disk_ends_a_run(night):
     night.call("keep", "idea")
 
 
-# ---- Other people's shells ----
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"FORCE_COLOR": "1", "PYTHONSAFEPATH": "1", "LC_ALL": "C", "LANGUAGE": "de"},
-        {"GIT_DIR": "/nowhere", "GIT_WORK_TREE": "/", "GIT_INDEX_FILE": "/nowhere/index"},
-    ],
-)
-def test_odd_environments(clone, environment):
-    clone.call("begin", "nov27", **environment)
-    clone.call("run", **environment)
-    clone.call("keep", "baseline", **environment)
-    for idea, score, verdict in (("a", 0.8, "keep"), ("b", "5", "crash"), ("c", 0.9, "discard")):
-        clone.edit(idea, score)
-        clone.call("run", idea, **environment)
-        clone.call(verdict, idea, **environment)
-    assert [row[3] for row in clone.rows()] == ["keep", "keep", "crash", "discard"]
-    assert clone.is_at("best")
-
-
-def test_hooks_crlf_and_a_branch_named_best(clone):
+def test_somebody_elses_shell_and_clone(clone):
+    """With colours, another language, another repository, hooks, a branch `best`, and an editor
+    that ends lines as Windows does."""
+    shell = {"FORCE_COLOR": "1", "PYTHONSAFEPATH": "1", "LC_ALL": "C", "LANGUAGE": "de"}
+    shell |= {"GIT_DIR": "/nowhere", "GIT_WORK_TREE": "/", "GIT_INDEX_FILE": "/nowhere/index"}
     hook = clone.folder / ".git/hooks/pre-commit"
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\necho 'SCORE = 7' >> train.py; git add train.py\n")
     hook.chmod(0o755)
     clone.git("branch", "best")
-    clone.call("begin", "nov27")
-    clone.call("run")
-    clone.call("keep", "baseline")
+    clone.call("begin", "nov27", **shell)
+    clone.call("run", **shell)
+    clone.call("keep", "baseline", **shell)
     clone.results.write_bytes(clone.results.read_bytes().replace(b"\n", b"\r\n"))
-    try_idea(clone, "a", 0.8, "keep")
-    try_idea(clone, "b", 0.9, "discard")
-    assert [row["status"] for row in experiment.read_results(clone.results)] == [
-        "keep",
-        "keep",
-        "discard",
-    ]
+    for idea, score, verdict in (("a", 0.8, "keep"), ("b", "5", "crash"), ("c", 0.9, "discard")):
+        run_idea(clone, idea, score, **shell)
+        clone.call(verdict, idea, **shell)
+    rows = experiment.read_results(clone.results)
+    assert [row["status"] for row in rows] == ["keep", "keep", "crash", "discard"]
     assert clone.git("rev-parse", "HEAD") == clone.git("rev-parse", "refs/tags/best")
 
 
@@ -519,11 +466,9 @@ def play(night, ideas, kills, seed):
     """An agent without a memory: it knows what the tool and the files tell it. It is killed
     `kills` times, each third time together with the run."""
     rng = random.Random(seed)
-    names = [idea for idea, _ in ideas]
-    scores = dict(ideas)
     while True:
         tried = {row[4].split(",")[0].split(" (")[0] for row in night.rows()}
-        left = [name for name in names if name not in tried]
+        left = [idea for idea in ideas if idea[0] not in tried]
         out = night.call()
         step = out.rpartition("next: ")[2]
         head = re.search('IDEA, SCORE = "(.*?)"', (night.folder / "train.py").read_text())[1]
@@ -531,14 +476,12 @@ def play(night, ideas, kills, seed):
             if not left:
                 assert kills == 0
                 return
-            night.edit(left[0], scores[left[0]])
-            command = ["run", left[0]]
+            night.edit(*left[0])
+            command = ["run", left[0][0]]
         elif step.startswith("train.py has a change"):
             command = ["run", head]
-        elif step.startswith("again"):
-            command = ["again"]
-        elif step.startswith("run"):
-            command = ["run"]
+        elif step.startswith(("again", "run")):
+            command = [step.split()[0].strip(",")]
         elif step.startswith("keep, discard"):
             log = experiment.Log(night.folder / "run.log")
             to_beat = experiment.score_to_beat(experiment.read_results(night.results))
@@ -548,14 +491,10 @@ def play(night, ideas, kills, seed):
             command = ["crash", head]
         else:
             raise AssertionError(out)
-        environment = os.environ | {"SLEEP": str(rng.choice([0, 0.2])), "TRAINED": night.trained}
-        process = subprocess.Popen(
-            [sys.executable, "tools/experiment.py", *command],
-            cwd=night.folder,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        environment = os.environ | {"SLEEP": str(rng.choice([0, 0.2]))}
+        where = {"cwd": night.folder, "env": environment, "stdout": subprocess.DEVNULL}
+        command = [sys.executable, "tools/experiment.py", *command]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, **where)
         if kills and rng.random() < 0.7:
             kills -= 1
             time.sleep(rng.uniform(0, 0.4))
@@ -568,7 +507,6 @@ def play(night, ideas, kills, seed):
 
 
 def check_night(night, ideas, kills, seed):
-    night.trained = str(night.folder.parent / "trained")
     play(night, ideas, kills, seed)
     rows = [row for row in night.rows() if row[3] != "again"]
     names = [re.split(r", \d+ tok/s| \(", row[4])[0] for row in rows]
@@ -588,6 +526,7 @@ def check_night(night, ideas, kills, seed):
 
 
 def make_ideas(count, seed):
+    """Returns pairs of a name and a score, or "1" for a tenth of them, which crash."""
     rng = random.Random(seed)
     scores = [round(0.9 + rng.uniform(-0.05, 0.05), 6) for _ in range(count)]
     return [(f"idea {i}", "1" if rng.random() < 0.1 else score) for i, score in enumerate(scores)]

@@ -1,0 +1,406 @@
+"""night.sh starts an agent again and again, in a sandbox; rerun.py trains a commit in a clean copy;
+audit.py measures a night's gain."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import prepare
+from tests.common import LITTLE, ROOT
+from tools import audit, rerun
+from tools.experiment import read_results
+
+import pytest
+
+
+def git(folder, *args):
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *args]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def commit(folder, *options):
+    """Turns a folder into a repository; returns the hash of its only commit."""
+    (folder / ".gitignore").write_text("__pycache__/\n")
+    git(folder, "init", "-q", *options)
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "one")
+    return git(folder, "rev-parse", "--short", "HEAD")
+
+
+# ---- night.sh ----
+# What an agent does that matters to the sandbox: it commits, and it replaces its settings by a
+# rename. It also tries what it must not do.
+AGENT = """#!/bin/sh
+git -c user.name=a -c user.email=a@b.c commit -qm idea --allow-empty
+git tag -f best > tagged
+touch prepare.py tools/new "$HOME/.bashrc"
+touch "$HOME/.cache/autoresearch/record"
+if [ "$CLAUDE_CONFIG_DIR" ]; then
+  echo new > "$CLAUDE_CONFIG_DIR/.claude.json.1"
+  mv "$CLAUDE_CONFIG_DIR/.claude.json.1" "$CLAUDE_CONFIG_DIR/.claude.json"
+fi
+for word; do last=$word; done
+echo "$last" >> turns
+"""
+
+
+def can_bwrap():
+    command = "bwrap --unshare-pid --ro-bind / / --dev-bind /dev /dev --proc /proc true"
+    return shutil.which("bwrap") and subprocess.run(command.split()).returncode == 0
+
+
+needs_bwrap = pytest.mark.skipif(not can_bwrap(), reason="no bubblewrap, or a container forbids it")
+
+
+def write_program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def clone():
+    """A clone beside a home with an agent, not in /tmp, which the sandbox hides."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+        folder = Path(place, "a clone")
+        home = Path(place, "home")
+        for made in (folder / "tools", home / ".claude", home / ".codex", home / ".cache"):
+            made.mkdir(parents=True)
+        (home / ".claude.json").write_text("old\n")
+        write_program(home / ".claude/claude", AGENT)
+        write_program(home / ".codex/codex", AGENT)
+        shutil.copy(ROOT / "tools/night.sh", folder / "tools")
+        (folder / "prepare.py").touch()
+        commit(folder)
+        yield folder
+
+
+def begin(clone, *args, **more):
+    """Starts night.sh with the home beside the clone."""
+    home = clone.parent / "home"
+    own = {key: value for key, value in os.environ.items() if not key.startswith("AUTORESEARCH")}
+    own |= {"HOME": str(home), "UV_CACHE_DIR": f"{home}/uv", "TMPDIR": str(clone.parent)}
+    own["PATH"] = f"{home}/.claude:{home}/.codex:{home}/bin:{own['PATH']}"
+    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME"):
+        own.pop(name, None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(["tools/night.sh", *args], cwd=clone, env=own | more, **pipes)
+
+
+def finish(night):
+    with night:
+        out, said = night.communicate(timeout=60)
+    return night.returncode, out, said
+
+
+def check_turn(clone, agent, **more):
+    """Lets an agent have its first turn, and checks what it could write."""
+    home = clone.parent / "home"
+    with begin(clone, agent, **more) as night:
+        line = ""
+        while "it starts again in 20 s" not in line:
+            line = night.stderr.readline()
+            assert line or night.poll() is None
+        night.terminate()
+    assert night.returncode == 130
+    assert (clone / "turns").read_text().startswith("Have a look at program.md, and go on")
+    assert git(clone, "log", "-1", "--format=%s", "best") == "idea"
+    assert (home / ".cache/autoresearch/record").exists()
+    if not more:
+        assert not (clone / "tools/new").exists() and not (home / ".bashrc").exists()
+
+
+@needs_bwrap
+@pytest.mark.parametrize(("agent", "links"), [("claude", False), ("claude", True), ("codex", True)])
+def test_a_turn_in_the_sandbox(clone, agent, links):
+    home = clone.parent / "home"
+    if links:  # a cache on another disk, and settings kept elsewhere
+        for place in (home / ".cache/autoresearch", home / ".claude"):
+            real = clone.parent / f"real {place.name}"
+            if place.exists():
+                place.rename(real)
+            real.mkdir(exist_ok=True)
+            place.symlink_to(real)
+    check_turn(clone, agent)
+    if agent == "claude":
+        assert (home / ".claude/.claude.json").read_text() == "new\n"
+        assert (home / ".claude.json").read_text() == "old\n"
+
+
+@needs_bwrap
+def test_an_agent_without_a_folder_of_its_own_in_a_submodule(clone):
+    home = clone.parent / "home"
+    (home / ".claude").rename(home / "bin")
+    shutil.rmtree(clone / ".git")
+    commit(clone, f"--separate-git-dir={clone.parent / 'elsewhere'}")
+    check_turn(clone, "claude")
+
+
+@needs_bwrap
+def test_a_command_runs_once_with_its_own_code(clone):
+    code, out, _ = finish(begin(clone, "--", "sh", "-c", "pwd; touch prepare.py || exit 7"))
+    assert (code, out) == (7, f"{clone}\n")
+
+
+def test_where_no_sandbox_works_it_says_how_to_go_on(clone):
+    bwrap = clone.parent / "home/.claude/bwrap"
+    write_program(bwrap, "#!/bin/sh\necho no user namespaces >&2; exit 1\n")
+    code, _, said = finish(begin(clone, "claude"))
+    assert code == 2 and not (clone / "turns").exists()
+    assert "the sandbox does not work here: no user namespaces" in said
+    assert "SANDBOX=none tools/night.sh claude" in said
+    check_turn(clone, "claude", SANDBOX="none")
+
+
+def test_usage(clone):
+    (clone.parent / "home/.codex/codex").unlink()
+    for agent, complaint in (("gemini", "usage: tools/night.sh"), ("codex", "is not installed")):
+        code, _, said = finish(begin(clone, agent, SANDBOX="none"))
+        assert code == 2 and complaint in said
+
+
+def test_what_the_sandbox_opens(clone):
+    """The order of its arguments: no later mount opens what is only read."""
+    home = clone.parent / "home"
+    shown = f'#!{sys.executable}\nimport sys\nprint("\\n".join(sys.argv[1:]))\n'
+    write_program(home / ".claude/bwrap", shown)
+    words = finish(begin(clone, "--", "true"))[1].splitlines()
+    options = [(word, words[i + 1]) for i, word in enumerate(words) if word.endswith("bind")]
+    cache = home / ".cache/autoresearch"
+    opened = [place for option, place in options if option == "--bind"]
+    assert opened == [str(place) for place in (clone, clone / ".git", cache, clone, home / "uv")]
+    assert options[0] == ("--ro-bind", "/")
+    assert options[-2:] == [("--ro-bind", f"{clone}/{name}") for name in ("prepare.py", "tools")]
+    assert words.index("--tmpfs") < words.index("--bind")
+
+
+# ---- rerun.py ----
+# A train.py that notes in which places an earlier run has left a file.
+LOOK = """
+import json, os
+from pathlib import Path
+cache = Path(os.environ["AUTORESEARCH_CACHE"])
+places = [Path(), cache, cache / "small", Path.home(), Path(os.environ["TMPDIR"])]
+names = ("SEED", "AUTORESEARCH_COMMIT", "AUTORESEARCH_RUNS", "PYTHONPATH")
+seen = {name: os.environ.get(name) for name in names}
+seen["found"] = [str(place) for place in places if (place / "kept").exists()]
+for place in places:
+    (place / "kept").touch()
+(cache / "runs").mkdir()
+(cache / "runs" / "seen.json").write_text(json.dumps(seen))
+"""
+# A train.py that sends the signal to tools/rerun.py once that waits.
+ENDED = """
+import os, signal, time
+print("it runs", os.getpid(), flush=True)
+time.sleep(0.2)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def night(own_cache, tmp_path, monkeypatch):
+    """A folder for a commit, with what earlier runs and a shell leave behind."""
+    folder = tmp_path / "a night"
+    shutil.copytree(ROOT / "tools", folder / "tools")
+    shutil.copy(ROOT / "prepare.py", folder)
+    for place in (own_cache, own_cache / "small"):
+        (place / "kept").touch()
+    monkeypatch.setattr(prepare, "__file__", str(folder / "prepare.py"))
+    for name, value in (
+        ("AUTORESEARCH_RUNS", tmp_path / "runs"),
+        ("TMPDIR", tmp_path),
+        ("SEED", 100),
+    ):
+        monkeypatch.setenv(name, str(value))
+    return folder
+
+
+def files(folder):
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_a_rerun_gets_a_score_of_the_commit(night, tmp_path, capsys):
+    """It finds nothing that an earlier run left, is the only run of its folder, and leaves its
+    record with the others and nothing else."""
+    (night / "train.py").write_text(LOOK + LITTLE)
+    name = commit(night)
+    (night / "kept").touch()
+    (night / "train.py").write_text("what is not committed does not count")
+    before = files(tmp_path)
+    command = [sys.executable, "tools/rerun.py", "HEAD"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=night, **pipes) as process:
+        while process.stdout.readline() not in ("begun\n", ""):
+            pass
+        with pytest.raises(SystemExit, match="2"):
+            rerun.main("HEAD")
+        out, _ = process.communicate("go on\n")
+    assert capsys.readouterr().err.startswith("error: this folder has a run already; ")
+    assert process.returncode == 0, out
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert files(tmp_path) == before | {tmp_path / "runs", *runs}
+    record, seen = (json.loads(path.read_text()) for path in runs)
+    assert record["commit"] == name and record["seed"] == 100
+    assert f"\nval_bpb: {record['val_bpb']:.6f}\n" in out
+    assert seen["found"] == []
+    assert seen["SEED"] == "100" and seen["AUTORESEARCH_COMMIT"] == name
+    assert seen["AUTORESEARCH_RUNS"] is None and seen["PYTHONPATH"] is None
+
+
+def test_a_rerun_takes_its_run_along(night, tmp_path, capfd):
+    (night / "train.py").write_text(ENDED)
+    commit(night)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    own = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            rerun.main("HEAD")
+    finally:
+        for number, handler in own.items():
+            signal.signal(number, handler)
+    run = capfd.readouterr().out.split()[-1]
+    assert not os.path.exists(f"/proc/{run}")
+    assert not list(tmp_path.glob("autoresearch-rerun-*"))
+
+
+def test_a_rerun_refuses_in_the_words_of_git(night, monkeypatch, capsys):
+    (night / "train.py").touch()
+    commit(night)
+    for own, complaint in ((False, "bad revision 'nonsense'"), (True, "detected dubious owner")):
+        if own:
+            monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+        with pytest.raises(SystemExit, match="2"):
+            rerun.main("nonsense")
+        assert capsys.readouterr().err.startswith(f"error: {complaint}")
+
+
+# ---- audit.py ----
+# A tools/rerun.py that scores a commit by its name.
+SCORES = """
+import json, os, sys
+[commit] = sys.argv[1:]
+seed = int(os.environ['SEED'])
+with open('calls', 'a') as file:
+    print(commit, seed, file=file)
+if commit == 'broken':
+    sys.exit('error: it cannot be trained')
+gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200), 'mended': 0.02}[commit]
+record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok'}
+record['data'] = os.environ.get('DATA')
+with open(os.environ['AUTORESEARCH_RUNS'] + '/1.json', 'w') as file:
+    json.dump(record, file)
+"""
+LOG = """commit\tval_bpb\tmemory_gb\tstatus\tdescription
+base\t0.9\t1.0\tkeep\tbaseline
+worse\t0.9\t1.0\tkeep\tan idea
+lost\t0.9\t1.0\tdiscard\tan idea
+base\t0.9\t1.0\tagain\tbest again
+best\t0.9\t1.0\tkeep\tan idea
+torn"""
+
+# A log as a fork, an editor and Windows may leave it.
+ODD_LOG = (
+    b"\xef\xbb\xbfcommit\tval_bpb\tmemory_gb\tmfu\tsteps\tstatus\tseconds\tdescription\r\n"
+    b"base\t0.9\t1\t40\t7\tKeep \t300\tbaseline\n"
+    b"best\t0.9\t1\t40\t7\tKEEP\t300\tan idea\twith a tab, caf\xe9\n"
+)
+
+
+@pytest.fixture
+def log(tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/rerun.py").write_text(SCORES)
+    (tmp_path / "results.tsv").write_text(LOG)
+    return tmp_path / "results.tsv"
+
+
+@pytest.fixture
+def call(log, monkeypatch, capsys):
+    """Returns a function that calls main and returns its output and all runs so far, or the
+    sentence with which it exits."""
+
+    def call_main(*args, fails=""):
+        monkeypatch.setattr(sys, "argv", ["audit", str(log.parent), *map(str, args)])
+        if not fails:
+            audit.main()
+            return capsys.readouterr().out, (log.parent / "calls").read_text().splitlines()
+        with pytest.raises(SystemExit, match=fails):
+            audit.main()
+        return capsys.readouterr()
+
+    return call_main
+
+
+def test_baseline_and_last_keep_are_trained_in_turn(call, monkeypatch):
+    out, calls = call("--seeds", 200, 201)
+    assert calls == [f"{commit} {seed}" for seed in (200, 201) for commit in ("base", "best")]
+    assert out.endswith("\ngain of best over base: 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
+    assert "| 201 | best | 0.860000 | 7 | ok | 20" in out
+    assert "earlier" not in out
+    out, calls = call()
+    assert len(calls) == 6  # seed 202 was added
+    assert "4 runs are from an earlier audit. If the machine may have changed" in out
+    assert "gain of best over base: 0.0400 +- 0.0058\n" in out
+    monkeypatch.setattr(audit, "SECONDS", 6)
+    assert len(call()[1]) == 12  # another budget's runs do not count
+
+
+def test_each_keep_has_a_gain(call, log):
+    out, _ = call("--keeps", "--seeds", 200)
+    assert "gain of worse over base: -0.0100\n" in out
+    assert "gain of best over worse: 0.0400\n" in out
+    assert "1 of 2 are better than the one before" in out
+    with open(log, "a") as file:  # `best` broke the rules
+        file.write("\nmended\t0.9\t1.0\tagain\twithout the leak\n")
+    assert call("--seeds", 200)[0].endswith("\ngain of mended over base: 0.0200\n")
+
+
+def test_an_odd_log_is_read_as_the_notebook_reads_it(call, log):
+    """The header names the columns; odd bytes, blanks and capitals do no harm."""
+    log.write_bytes(ODD_LOG)
+    rows = read_results(log)
+    assert [row["status"] for row in rows] == ["keep", "keep"]
+    assert rows[1]["description"] == "an idea\twith a tab, caf\ufffd"
+    assert "gain of best over base: 0.0300\n" in call("--seeds", 200)[0]
+
+
+def test_a_run_without_a_score_is_named_and_tried_again(call, log):
+    log.write_text(LOG.replace("best", "broken"))
+    for runs in (2, 3):
+        lost = "^error: 1 of 2 runs have no score; run this again.$"
+        out = call("--seeds", 200, fails=lost).out
+        assert "| 200 | broken | nan | 0 | exit 1: error: it cannot be trained |" in out
+        assert len((log.parent / "calls").read_text().splitlines()) == runs
+
+
+def test_a_night_without_a_keep_is_refused(call, log):
+    log.write_text("".join(LOG.splitlines(keepends=True)[:2]))
+    assert "no keep but the baseline" in call(fails="2").err
+    log.unlink()
+    assert "does not exist; give the folder of a night" in call(fails="2").err
+
+
+def test_lines_that_are_not_runs_are_named_and_left_out(call, log):
+    kept = log.with_name("audit.jsonl")
+    kept.write_text('[1]\n{"commit": "base", "val_bpb": 0.9, "sec')
+    assert call("--seeds", 200)[0].count("left out of audit.jsonl: ") == 2
+    lines = kept.read_text().splitlines()
+    assert [json.loads(line)["commit"] for line in lines[2:]] == ["base", "best"]
+    assert len(call("--seeds", 200)[1]) == 2  # nothing is measured again
+
+
+def test_two_texts_are_not_mixed(call, log, monkeypatch):
+    """Another clone has prepared another text in the shared cache since the first run."""
+    monkeypatch.setenv("DATA", "aa")
+    call("--seeds", 200)
+    before = log.with_name("audit.jsonl").read_text()
+    monkeypatch.setenv("DATA", "bb")
+    assert "holds runs on another text (aa) than bb, which" in call(fails="2").err
+    assert log.with_name("audit.jsonl").read_text() == before
