@@ -80,11 +80,6 @@ submit() {
     echo "job $job: $count tasks; next: $0 --wait $(printf %q "$folder")"
 }
 
-# Slurm forgets a job some minutes after its end, and then calls its id invalid.
-forgotten() { # ANSWER OF SQUEUE
-    [[ $1 == *"Invalid job id"* ]]
-}
-
 wait_for() { # FOLDER
     local job left
     job=$(cat "$1/job" 2>/dev/null) ||
@@ -92,7 +87,8 @@ wait_for() { # FOLDER
     command -v squeue >/dev/null || die "there is no squeue here; wait where Slurm is."
     while true; do
         left=$(squeue --noheader --jobs="$job" 2>&1) || true
-        if [[ -z $left ]] || forgotten "$left"; then
+        # Slurm forgets a job some minutes after its end, and then calls its id invalid.
+        if [[ -z $left || $left == *"Invalid job id"* ]]; then
             return
         fi
         # Tasks are left, or squeue had no answer: ask again.
@@ -100,23 +96,11 @@ wait_for() { # FOLDER
     done
 }
 
-# Prints lines "TASK STATE", as far as Slurm remembers.
+# Prints lines "TASK STATE", as far as Slurm remembers: for some minutes after a job's end.
 states() { # FOLDER
     local job
     job=$(cat "$1/job" 2>/dev/null) || return 0
-    # The controller remembers a job for some minutes.
-    if ! squeue --noheader --array --states=all --jobs="$job" --format='%K %T' 2>/dev/null; then
-        local said
-        said=$(squeue --noheader --jobs="$job" 2>&1) || true
-        if ! forgotten "$said"; then
-            echo "warning: squeue does not answer;" \
-                "tasks called killed or cancelled may still wait or run." >&2
-        fi
-    fi
-    # Slurm's accounting, if it is set up, remembers it for long. Its lines read JOB_TASK|STATE, and
-    # the state may have more words: "CANCELLED by 0".
-    sacct --noheader --allocations --parsable2 --jobs="$job" --format=JobID,State 2>/dev/null |
-        sed -n 's/^[0-9]*_\([0-9]*\)|\([A-Z_]*\).*/\1 \2/p' || true
+    squeue --noheader --array --states=all --jobs="$job" --format='%K %T' 2>/dev/null || true
 }
 
 collect() { # FOLDER

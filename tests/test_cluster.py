@@ -68,27 +68,38 @@ def repo(tmp_path):
 
 
 # ---- One task ----
-def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, tmp_path):
-    """Runs task 3. The others have another seed."""
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a sweep, whose first three tasks have the commit HEAD."""
+    folder = tmp_path / "F"
+    for name in ("status", "log", "runs"):
+        (folder / name).mkdir(parents=True)
+    tasks = [f"{i}\t{'HEAD' if i < 3 else 'b1'}\t{42 + i % 3}\n" for i in range(9)]
+    (folder / "tasks.tsv").write_text("".join(tasks))
+    return folder
+
+
+def run_task(repo, folder, **own):
+    """Runs task 2, with the seed 44."""
+    unset = "env -u CUDA_VISIBLE_DEVICES -u TORCHINDUCTOR_CACHE_DIR".split()
+    own["SLURM_ARRAY_TASK_ID"] = "2"
+    return call(*unset, "bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
+
+
+def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, folder):
     (repo / "train.py").write_text(FAKE_TRAIN)
     commit(repo)
     (repo / "train.py").write_text("what is not committed does not run")
-    folder = tmp_path / "F"
-    (folder / "status").mkdir(parents=True)
-    tasks = "".join(f"{number}\tHEAD\t{4 if number == 3 else 99}\n" for number in range(4))
-    (folder / "tasks.tsv").write_text(tasks)
-    own = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "5", "TMPDIR": str(folder)}
-    unset = "env -u CUDA_VISIBLE_DEVICES -u TORCHINDUCTOR_CACHE_DIR".split()
-    done = call(*unset, "bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
-    assert done.returncode == 4 and not done.stderr
-    assert (folder / "status/3.exit").read_text() == "4\n"
+    done = run_task(repo, folder, SLURM_CPUS_PER_TASK="5", TMPDIR=str(folder))
+    assert done.returncode == 44 and not done.stderr
+    assert (folder / "status/2.exit").read_text() == "44\n"
     told = json.loads(done.stdout)
     expected = {
-        "SEED": "4",
+        "SEED": "44",
         "AUTORESEARCH_COMMIT": "HEAD",
         "OMP_NUM_THREADS": "5",
         "CUDA_VISIBLE_DEVICES": "",
-        "AUTORESEARCH_RUNS": f"{folder}/runs/3",
+        "AUTORESEARCH_RUNS": f"{folder}/runs/2",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
     }
     assert expected.items() <= told.items()
@@ -96,30 +107,16 @@ def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, tmp_path):
     assert not Path(told["TMPDIR"]).exists()
 
 
-def test_a_task_without_the_login_nodes_tmpdir(repo, tmp_path):
-    """It trains in /tmp. If it cannot begin at all, its code is recorded."""
-    folder = tmp_path / "sweep"
-    (folder / "status").mkdir(parents=True)
-    (folder / "tasks.tsv").write_text("3\tHEAD\t4\n")
-    (repo / "train.py").write_text(FAKE_TRAIN)
-    commit(repo)
-    own = {"SLURM_ARRAY_TASK_ID": "3", "TMPDIR": "/nowhere"}
-    done = call("bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
-    assert json.loads(done.stdout)["TMPDIR"].startswith("/tmp/")
-    assert (folder / "status/3.exit").read_text() == "4\n"
-    shutil.rmtree(repo / ".git")
-    done = call("bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
-    assert done.returncode != 0
-    assert (folder / "status/3.exit").read_text() == f"{done.returncode}\n"
+def test_a_task_that_cannot_begin_records_its_code(repo, folder):
+    """TMPDIR is the login node's, which is no reason."""
+    done = run_task(repo, folder, TMPDIR="/nowhere")
+    assert done.returncode != 0 and "not a git repository" in done.stderr
+    assert (folder / "status/2.exit").read_text() == f"{done.returncode}\n"
 
 
 # ---- The table ----
 def write_task(folder, number, exit_code=None, log=True, **record):
-    """Writes a task's files into the sweep's folder. Tasks 0 to 2 have commit a1, others b1."""
-    commit = "a1" if number < 3 else "b1"
-    seed = 42 + number % 3
-    with (folder / "tasks.tsv").open("a") as file:
-        file.write(f"{number}\t{commit}\t{seed}\n")
+    """Writes a task's files into the sweep's folder."""
     if exit_code is not None:
         (folder / f"status/{number}.exit").write_text(f"{exit_code}\n")
     if log:
@@ -129,14 +126,11 @@ def write_task(folder, number, exit_code=None, log=True, **record):
         (folder / f"runs/{number}/x.json").write_text(json.dumps(RECORD | record))
 
 
-def test_the_table_has_a_row_for_every_task(repo, tmp_path):
+def test_the_table_has_a_row_for_every_task(repo, folder, tmp_path):
     """Slurm's squeue still knows some of the tasks."""
     squeue = tmp_path / "squeue"
     squeue.write_text("#!/bin/sh\necho '4 FAILED\n7 PENDING\n8 COMPLETING'\n")
     squeue.chmod(0o755)
-    folder = tmp_path / "F"
-    for name in ("status", "log", "runs"):
-        (folder / name).mkdir(parents=True)
     (folder / "job").write_text("7\n")
     late = "overtime: 305.0 s, over 304"
     write_task(folder, 0, exit_code=0, val_bpb=1.0, integrity=late)
@@ -166,9 +160,8 @@ def test_the_table_has_a_row_for_every_task(repo, tmp_path):
         ("8", "completed", "0", "-"),
     ]
     assert list(tasks[0].values())[6:] == ["100", "1234", "cpu", late]
-
-    values = "a1 cpu blocks 2.15.0 20_s abc 3 1 1.100000 0.100000".split()
-    assert [list(row.values()) for row in commits] == [[v.replace("_", " ") for v in values]]
+    values = "HEAD cpu blocks 2.15.0 20.0 abc 3 1 1.100000 0.100000"
+    assert [list(row.values()) for row in commits] == [values.split()]
 
 
 # ---- A real Slurm ----
