@@ -18,17 +18,6 @@ import pytest
 
 CLUSTER = ROOT / "cluster"
 
-# The part of a run's record that the table shows or compares by.
-RECORD = {
-    "num_steps": 100,
-    "tokens_per_second": 1234.5,
-    "device": "cpu",
-    "attention": "blocks",
-    "torch": "2.15.0",
-    "time_budget": 20.0,
-    "data": "abc",
-}
-
 # Prints the environment that a task sets up, and exits with its seed.
 FAKE_TRAIN = """
 import json, os, sys
@@ -74,23 +63,18 @@ def folder(tmp_path):
     folder = tmp_path / "F"
     for name in ("status", "log", "runs"):
         (folder / name).mkdir(parents=True)
-    tasks = [f"{i}\t{'HEAD' if i < 3 else 'b1'}\t{42 + i % 3}\n" for i in range(9)]
+    tasks = [f"{i}\t{'HEAD' if i < 3 else 'b1'}\t{42 + i % 3}\n" for i in range(8)]
     (folder / "tasks.tsv").write_text("".join(tasks))
     return folder
-
-
-def run_task(repo, folder, **own):
-    """Runs task 2, with the seed 44."""
-    unset = "env -u CUDA_VISIBLE_DEVICES -u TORCHINDUCTOR_CACHE_DIR".split()
-    own["SLURM_ARRAY_TASK_ID"] = "2"
-    return call(*unset, "bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
 
 
 def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, folder):
     (repo / "train.py").write_text(FAKE_TRAIN)
     commit(repo)
     (repo / "train.py").write_text("what is not committed does not run")
-    done = run_task(repo, folder, SLURM_CPUS_PER_TASK="5", TMPDIR=str(folder))
+    own = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "5", "TMPDIR": str(folder)}
+    unset = "env -u CUDA_VISIBLE_DEVICES -u TORCHINDUCTOR_CACHE_DIR".split()
+    done = call(*unset, "bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
     assert done.returncode == 44 and not done.stderr
     assert (folder / "status/2.exit").read_text() == "44\n"
     told = json.loads(done.stdout)
@@ -107,57 +91,38 @@ def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, folder):
     assert not Path(told["TMPDIR"]).exists()
 
 
-def test_a_task_that_cannot_begin_records_its_code(repo, folder):
-    """TMPDIR is the login node's, which is no reason."""
-    done = run_task(repo, folder, TMPDIR="/nowhere")
-    assert done.returncode != 0 and "not a git repository" in done.stderr
-    assert (folder / "status/2.exit").read_text() == f"{done.returncode}\n"
-
-
 # ---- The table ----
-def write_task(folder, number, exit_code=None, log=True, **record):
-    """Writes a task's files into the sweep's folder."""
-    if exit_code is not None:
-        (folder / f"status/{number}.exit").write_text(f"{exit_code}\n")
-    if log:
-        (folder / f"log/{number}.log").touch()
-    if record:
-        (folder / f"runs/{number}").mkdir()
-        (folder / f"runs/{number}/x.json").write_text(json.dumps(RECORD | record))
-
-
 def test_the_table_has_a_row_for_every_task(repo, folder, tmp_path):
     """Slurm's squeue still knows some of the tasks."""
     squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/sh\necho '4 FAILED\n7 PENDING\n8 COMPLETING'\n")
+    squeue.write_text("#!/bin/sh\necho '4 FAILED\n7 PENDING'\n")
     squeue.chmod(0o755)
     (folder / "job").write_text("7\n")
+    for number, code in ((0, 0), (1, 0), (2, 0), (3, 4), (4, 143)):
+        (folder / f"status/{number}.exit").write_text(f"{code}\n")
     late = "overtime: 305.0 s, over 304"
-    write_task(folder, 0, exit_code=0, val_bpb=1.0, integrity=late)
-    write_task(folder, 1, exit_code=0, val_bpb=1.1, integrity="ok")
-    write_task(folder, 2, exit_code=0, val_bpb=1.2, integrity="ok")
-    write_task(folder, 3, exit_code=4)
-    write_task(folder, 4, exit_code=143, val_bpb=1.3, integrity="ok")  # too late to count
-    write_task(folder, 5, log=False)  # never began
-    write_task(folder, 6)  # left only a log
-    write_task(folder, 7, log=False)
-    write_task(folder, 8, exit_code=0)  # left no record
+    record = {"num_steps": 100, "tokens_per_second": 1234.5, "device": "cpu", "data": "abc"}
+    record |= {"attention": "blocks", "torch": "2.15.0", "time_budget": 20.0}
+    for number, score in ((0, 1.0), (1, 1.1), (2, 1.2), (4, 1.3)):  # the last too late to count
+        record |= {"val_bpb": score, "integrity": "ok" if number else late}
+        (folder / f"runs/{number}").mkdir()
+        (folder / f"runs/{number}/x.json").write_text(json.dumps(record))
+    (folder / "log/6.log").touch()
 
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = call(repo / "cluster/sweep.sh", "--collect", folder, PATH=path)
     assert done.returncode == 0, done.stderr
     tasks, commits = parse(done.stdout)
-    columns = ("task", "state", "exit", "val_bpb")
-    assert [tuple(row[column] for column in columns) for row in tasks] == [
-        ("0", "completed", "0", "1.000000"),
-        ("1", "completed", "0", "1.100000"),
-        ("2", "completed", "0", "1.200000"),
-        ("3", "failed", "4", "-"),
-        ("4", "cancelled", "143", "1.300000"),
-        ("5", "cancelled", "-", "-"),
-        ("6", "killed", "-", "-"),
-        ("7", "pending", "-", "-"),
-        ("8", "completed", "0", "-"),
+    shown = [" ".join(row[key] for key in ("task", "state", "exit", "val_bpb")) for row in tasks]
+    assert shown == [
+        "0 completed 0 1.000000",
+        "1 completed 0 1.100000",
+        "2 completed 0 1.200000",
+        "3 failed 4 -",
+        "4 cancelled 143 1.300000",
+        "5 cancelled - -",  # it never began
+        "6 killed - -",  # it left only a log
+        "7 pending - -",
     ]
     assert list(tasks[0].values())[6:] == ["100", "1234", "cpu", late]
     values = "HEAD cpu blocks 2.15.0 20.0 abc 3 1 1.100000 0.100000"
@@ -212,14 +177,14 @@ def test_a_sweep_on_a_real_slurm(repo, say, cache, tmp_path):
     done = say(sweep, "--wait", folder)
     assert done.returncode == 0
     tasks, commits = parse(done.stdout)
-    columns = ("commit", "seed", "state", "exit")
-    assert [tuple(row[column] for column in columns) for row in tasks] == [
-        (first, "42", "completed", "0"),
-        (first, "43", "completed", "0"),
-        (first, "44", "cancelled", "143"),
-        (second, "42", "completed", "0"),
-        (second, "43", "failed", "4"),
-        (second, "44", "completed", "0"),
+    shown = [" ".join(row[key] for key in ("commit", "seed", "state", "exit")) for row in tasks]
+    assert shown == [
+        f"{first} 42 completed 0",
+        f"{first} 43 completed 0",
+        f"{first} 44 cancelled 143",
+        f"{second} 42 completed 0",
+        f"{second} 43 failed 4",
+        f"{second} 44 completed 0",
     ]
     for row in tasks:
         paths = list(folder.glob(f"runs/{row['task']}/*.json"))
@@ -228,12 +193,8 @@ def test_a_sweep_on_a_real_slurm(repo, say, cache, tmp_path):
             record = json.loads(path.read_text())
             told = (record["commit"], str(record["seed"]), f"{record['val_bpb']:.6f}")
             assert told == (row["commit"], row["seed"], row["val_bpb"])
-            assert record["time_budget"] == 20 and int(row["steps"]) > 10
-
-    assert [row["commit"] for row in commits] == [first, second]
-    for row in commits:
-        assert row["finished"] == "2"
-        assert row["std"] != "-"
+    found = [(row["commit"], row["finished"], row["std"] != "-") for row in commits]
+    assert found == [(first, "2", True), (second, "2", True)]
 
     (folder / "job").unlink()  # once Slurm has forgotten the job, only the files are left
     assert parse(say(sweep, "--collect", folder).stdout) == [tasks, commits]
