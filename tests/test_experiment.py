@@ -94,13 +94,22 @@ class Night:
     def is_at(self, name):
         return self.git("rev-parse", "HEAD") == self.git("rev-parse", f"{name}^{{commit}}")
 
-    def kill_run(self, spared="-"):
-        """Kills all processes in the folder, except those that run the command `spared`."""
+    def processes(self):
+        """Returns pairs of id and command of all processes in the folder."""
+        found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or it is not ours
-                command = (process / "cmdline").read_text().split("\0")[0]
-                if os.readlink(process / "cwd") == str(self.folder) and command != spared:
-                    os.kill(int(process.name), signal.SIGKILL)
+                if os.readlink(process / "cwd") == str(self.folder):
+                    command = (process / "cmdline").read_text().split("\0")[0]
+                    found.append((int(process.name), command))
+        return found
+
+    def kill_run(self, spared="-"):
+        """Kills all processes in the folder, except those that run the command `spared`."""
+        for number, command in self.processes():
+            if command != spared:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
 
     def wait(self):
         end = time.monotonic() + 60
@@ -281,6 +290,7 @@ def test_killed_during_the_run_of_an_idea(night, tmp_path):
     hold, trained = tmp_path / "hold", tmp_path / "trained"
     hold.touch()
     assert "step" not in run_idea(night, "idea", 0.8, "--wait", 0, HOLD=hold, TRAINED=trained)
+    assert all(os.getsid(number) != os.getsid(0) for number, _ in night.processes())
     assert "next: run, which waits for the run that is under way" in night.call()
     assert "a run is under way" in night.call("keep", "idea", code=2)
     assert "a run is under way" in night.call("again", code=2)

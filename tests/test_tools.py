@@ -181,14 +181,13 @@ def night(own_cache, tmp_path, monkeypatch):
     folder = tmp_path / "a night"
     shutil.copytree(ROOT / "tools", folder / "tools")
     shutil.copy(ROOT / "prepare.py", folder)
-    for place in (own_cache, own_cache / "small"):
+    home = tmp_path / "home"
+    home.mkdir()
+    for place in (own_cache, own_cache / "small", home, tmp_path):
         (place / "kept").touch()
     monkeypatch.setattr(prepare, "__file__", str(folder / "prepare.py"))
-    for name, value in (
-        ("AUTORESEARCH_RUNS", tmp_path / "runs"),
-        ("TMPDIR", tmp_path),
-        ("SEED", 100),
-    ):
+    own = {"AUTORESEARCH_RUNS": tmp_path / "runs", "TMPDIR": tmp_path, "HOME": home, "SEED": 100}
+    for name, value in own.items():
         monkeypatch.setenv(name, str(value))
     return folder
 
