@@ -24,7 +24,9 @@ def test_quoted_variables_knobs_and_files_exist(page):
     for variable in re.findall(r"AUTORESEARCH_\w+", text):
         assert variable in code, variable
     for word in re.findall(r"`([A-Z][A-Z_]{3,})`", text):
-        assert word in os.environ or word in code or word.startswith(("CUDA", "HF_", "OMP")), word
+        assert (
+            word in os.environ or word in code or word.startswith(("CUDA", "HF_", "OMP", "ANTH"))
+        ), word
     paths = re.findall(r"(?:uv run |\]\()([\w/.]+\.(?:py|md|sh|ipynb))", text)
     for path in paths + re.findall(r"`([\w/]+\.py)`", text):
         assert (ROOT / path).exists() or page.parent.joinpath(path).exists(), path

@@ -165,7 +165,7 @@ def test_a_night_of_three_ideas(clone):
     assert out.endswith('next: change train.py, then run "what you try"\n')
     try_idea(clone, "higher", 0.95, "discard")
     out = run_idea(clone, "bug", "1")
-    assert "no valid score: exit 1\nnext: mend train.py and `run`, or crash" in out
+    assert "no valid score: exit 1\nnext: mend train.py and run, or crash" in out
     clone.edit("mended", "5")
     clone.call("run")
     assert clone.git("rev-list", "--count", "best..") == "1"  # it took the place of the first
@@ -262,11 +262,17 @@ def test_train_py_alone_may_change(night):
 
 def test_another_text_is_noticed_before_a_verdict(night):
     """A second clone prepares another text in the shared cache."""
-    run_idea(night, "idea", 0.8, DATA="cc")
+    out = run_idea(night, "idea", 0.8, DATA="cc")
+    assert "does not compare with best: data aa -> cc" in out and "better" not in out
+    assert out.endswith("next: restore what it was, then run --repeat\n")
     for verdict in ("keep", "discard"):
         out = night.call(verdict, "idea", code=2)
         assert "does not compare with the score to beat: data aa -> cc" in out
     assert "best, trained again, does not compare: data" in night.call("again", DATA="cc", code=2)
+    out = night.call("again", FLAG="overtime: 9 s")
+    assert out.endswith(
+        "no valid score: overtime: 9 s\nnext: again, once more; do first what an error says\n"
+    )
     assert len(night.rows()) == 1
     night.call("run", "--repeat")
     night.call("keep", "idea")
@@ -313,7 +319,7 @@ def test_the_run_itself_is_killed(night):
     night.call("run", "--wait", 0.3, HOLD=".")
     night.kill_run()
     night.wait()
-    assert 'next: mend train.py and `run`, or crash "what' in night.call()
+    assert "next: run --repeat if the machine was busy, else mend train.py" in night.call()
     assert "no valid score (cut off" in night.call("keep", "idea", code=2)
     night.call("crash", "idea")
     assert "cut off" in night.rows()[-1][4]

@@ -36,6 +36,7 @@ def commit(folder):
 # What an agent does that matters to the sandbox: it commits, and it replaces its settings by a
 # rename. It also tries what it must not do.
 AGENT = """#!/bin/sh
+if [ "$1" = --version ]; then exit; fi
 git -c user.name=a -c user.email=a@b.c commit -qm idea --allow-empty
 git tag -f best > tagged
 touch prepare.py tools/new "$HOME/.bashrc" "$HOME/.cache/autoresearch/record"
@@ -145,7 +146,12 @@ def test_where_no_sandbox_works_it_says_how_to_go_on(clone):
 
 def test_usage(clone):
     (clone.parent / "home/.codex/codex").unlink()
-    for agent, complaint in (("gemini", "usage: tools/night.sh"), ("codex", "is not installed")):
+    (clone / "prepare.py").write_text("changed")
+    for agent, complaint in (
+        ("--", "usage: tools/night.sh"),
+        ("codex", "codex does not start in the sandbox"),
+        ("claude", "commit or undo this first (git status):  M prepare.py"),
+    ):
         _, said, code = finish(begin(clone, agent, SANDBOX="none"))
         assert code == 2 and complaint in said
 
