@@ -53,13 +53,14 @@ def print_runs(count):
 
 
 # ---- Parts of prepare.py: {name: a function that runs one and returns its number of tokens} ----
-def linear_rows(documents, row_len):
+def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
     """Packs as pack_rows must, but scans the whole buffer for each document."""
+    source = iter(documents)
     buffer = []
     while True:
         row = []
         while len(row) < row_len:
-            buffer += itertools.islice(documents, prepare.BUFFER_DOCS - len(buffer))
+            buffer += itertools.islice(source, buffer_docs - len(buffer))
             if not buffer:
                 return
             left = row_len - len(row)
