@@ -375,18 +375,56 @@ def test_an_idea_that_broke_the_rules_does_not_come_back(night):
     assert night.is_at("best") and night.rows()[-1][1] == "0.900000"
 
 
-def test_a_torn_row_is_told_and_a_full_disk_tears_none(night):
-    """No file may grow beyond so many bytes."""
-    limited = (
+@pytest.mark.parametrize("name", ["index.lock", "refs/tags/best.lock", "HEAD.lock"])
+def test_a_lock_that_git_left(night, name):
+    run_idea(night, "idea", 0.8)
+    lock = night.folder / ".git" / name
+    lock.touch()
+    verdict = "keep" if name.startswith("refs") else "discard"
+    out = night.call(verdict, "idea", code=2)
+    assert f"{name}': File exists. If no git command is running, delete that file." in out
+    lock.unlink()
+    night.call()
+    assert night.is_at("best") and [row[3] for row in night.rows()] == ["keep", verdict]
+
+
+def test_two_rows_of_one_commit_and_an_old_commit(night):
+    night.edit("idea", 0.8)
+    night.git("commit", "-qam", "idea")
+    night.add_row("discard")
+    night.add_row("keep")
+    night.call()
+    assert night.is_at("best") and not night.is_at("start")
+    night.git("switch", "-q", "--detach", "start")
+    assert "an old commit; git reset --keep best" in night.call()
+    assert "which has a row" in night.call("run", code=2)
+    assert not night.is_at("best")
+
+
+def limited(size):
+    """Returns the beginning of a command by which no file grows beyond `size` bytes."""
+    code = (
         "import os, resource, sys; size = int(sys.argv[1]);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)); os.execv(sys.argv[2], sys.argv[2:])"
     )
+    return (sys.executable, "-c", code, str(size))
+
+
+def test_a_full_disk_ends_a_run(night):
+    night.edit("idea", 0.8)
+    night.git("commit", "-qam", "idea")
+    assert "Free space" in night.call("run", code=2, prefix=limited(10))
+    out = night.call("run", prefix=limited(200))
+    assert "no valid score: cut off: it was killed, or the disk was full (" in out
+    assert "val_bpb: 0.800000" in night.call("run")
+
+
+def test_a_torn_row_is_told_and_a_full_disk_tears_none(night):
     run_idea(night, "idea", 0.8)
     with open(night.results, "a") as file:
         file.write("abc1234\t0.9")
     before = night.results.read_bytes()
-    prefix = (sys.executable, "-c", limited, str(len(before) + 10))
-    out = night.call("discard", "idea", code=2, prefix=prefix)
+    out = night.call("discard", "idea", code=2, prefix=limited(len(before) + 10))
     assert "left out of results.tsv, not 5 columns: 'abc1234\\t0.9'" in out
     assert "Free space, then repeat this." in out
     assert night.results.read_bytes() == before
