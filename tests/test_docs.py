@@ -1,12 +1,16 @@
 """README.md and program.md name things that exist, and the commands that an agent copies work."""
 
+import json
+import math
 import os
 import re
 import shutil
 import subprocess
+from statistics import mean, stdev
 
 from benchmarks import protocol
 from tests.common import ROOT, run_script
+from tools import experiment
 
 import pytest
 
@@ -57,3 +61,50 @@ def test_the_rule_of_program_md_is_the_one_that_is_simulated():
     told = "after ten discards in a row", "that was 10 % slower", "After every fifteen ideas"
     for words in (*told, "the six discards that came closest"):
         assert words in " ".join(PROGRAM.split())
+
+
+# ---- Figures ----
+FIGURE = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)*(?![\w.]*\d)")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/manual.md"])
+def test_each_figure_has_a_source(page):
+    """That is a result, a night's page, a constant of the code, or a row of the table in
+    benchmarks/README.md. Numbers of one or two digits are left to the reader."""
+    sources = [*ROOT.glob("benchmarks/results/*.md"), *ROOT.glob("nights/**/README.md")]
+    sources += [ROOT / name for name in ("benchmarks/README.md", "pyproject.toml", *TOOLS)]
+    sources += [ROOT / name for name in ("prepare.py", "train.py", "analysis.ipynb")]
+    text = "\n".join(path.read_text() for path in sources).replace("_", "")
+    known = {figure.replace(",", "") for figure in FIGURE.findall(text)}
+    known |= {str(size) for size in (40 * 2**19, 2**21, 2**18)}  # EVAL_TOKENS, by profile
+    told = re.sub(r"\]\([^)]*\)|(?<=#)\d+", "", (ROOT / page).read_text())  # without addresses
+    figures = {figure.replace(",", "") for figure in FIGURE.findall(told)}
+    assert {figure for figure in figures - known if len(figure) > 2} == set()
+
+
+def audited_gain(night, before, after):
+    """Returns the mean gain of the audit's fresh seeds and its standard error."""
+    lines = (ROOT / f"nights/{night}/audit.jsonl").read_text().splitlines()
+    runs = [json.loads(line) for line in lines]
+    scores = {(run["commit"], run["seed"]): run["val_bpb"] for run in runs if run["seed"] < 300}
+    gains = [scores[before, seed] - scores[after, seed] for seed in (200, 201, 202)]
+    return f"{mean(gains):.4f} ± {stdev(gains) / math.sqrt(3):.4f}"
+
+
+@pytest.mark.parametrize(
+    ("night", "before", "after", "experiments", "kept"),
+    [
+        ("2026-11-26", "8f1000d", "0571258", 44, 16),
+        ("2026-11-25", "7bfde47", "bc2e5a8", 42, 17),
+        ("2026-11-22", "d02ae58", "fa1685d", 30, 14),
+    ],
+)
+def test_what_is_said_of_a_night_is_in_its_files(night, before, after, experiments, kept):
+    rows = experiment.read_results(ROOT / f"nights/{night}/results.tsv")
+    ideas = [row["status"] for row in rows if row["commit"] != rows[0]["commit"]]  # not baseline
+    ideas = [status for status in ideas if status in ("keep", "discard", "crash")]
+    assert (len(ideas), ideas.count("keep")) == (experiments, kept)
+    gain = audited_gain(night, before, after)
+    for page in ("README.md", "nights/README.md"):
+        assert gain in " ".join((ROOT / page).read_text().split()), page
+    assert f"| {experiments} | {kept} |" in (ROOT / "nights/README.md").read_text()
