@@ -29,7 +29,9 @@ def test_quoted_variables_knobs_and_files_exist(page):
         assert variable in code, variable
     for word in re.findall(r"`([A-Z][A-Z_]{3,})`", text):
         assert (
-            word in os.environ or word in code or word.startswith(("CUDA", "HF_", "OMP", "ANTH"))
+            word in os.environ
+            or word in code
+            or word.startswith(("CUDA", "HF_", "OMP", "ANTHROPIC_", "CODEX_"))
         ), word
     paths = re.findall(r"(?:uv run |\]\()([\w/.]+\.(?:py|md|sh|ipynb))", text)
     for path in paths + re.findall(r"`([\w/]+\.py)`", text):

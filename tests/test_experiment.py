@@ -271,7 +271,7 @@ def test_another_text_is_noticed_before_a_verdict(night):
     assert "best, trained again, does not compare: data" in night.call("again", DATA="cc", code=2)
     out = night.call("again", FLAG="overtime: 9 s")
     assert out.endswith(
-        "no valid score: overtime: 9 s\nnext: again, once more; do first what an error says\n"
+        "no valid score: overtime: 9 s\nnext: again, once an error above is mended\n"
     )
     assert len(night.rows()) == 1
     night.call("run", "--repeat")

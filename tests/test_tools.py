@@ -149,7 +149,7 @@ def test_usage(clone):
     (clone / "prepare.py").write_text("changed")
     for agent, complaint in (
         ("--", "usage: tools/night.sh"),
-        ("codex", "codex does not start in the sandbox"),
+        ("codex", "codex does not start here"),
         ("claude", "commit or undo this first (git status):  M prepare.py"),
     ):
         _, said, code = finish(begin(clone, agent, SANDBOX="none"))

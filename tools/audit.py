@@ -5,7 +5,7 @@ Measures a night's gain by training its commits again, in clean copies, with fre
     uv run tools/audit.py . --keeps --seeds 300    # each keep against the one before it
 
 Each run calls tools/rerun.py in the night's folder and adds a line to audit.jsonl there. An audit
-that was cut off continues after these lines, says so, and repeats runs without a score.
+that was cut off goes on from these lines, says so, and repeats runs without a score.
 """
 
 import argparse
@@ -29,8 +29,7 @@ SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "data", "integrity")  # ke
 
 
 def kept_commits(log):
-    """Returns the kept commits of a log in order, from the baseline's to that of `best`. An `again`
-    row has a commit of its own if it reverts a keep that broke the rules."""
+    """Returns the kept commits of a log in order, from the baseline's to that of `best`."""
     kept = [row["commit"] for row in read_results(log) if row["status"] in ("keep", "again")]
     return list(dict.fromkeys(kept))
 

@@ -5,7 +5,7 @@ Carries out a night of experiments on train.py. git holds the code, results.tsv 
     uv run tools/experiment.py begin nov27      make a branch, the tags start and best, a log
     uv run tools/experiment.py run "an idea"    commit train.py, train it, show its score
     uv run tools/experiment.py keep "an idea, and what was learned"    or discard, or crash
-    uv run tools/experiment.py again            train best once more: its new score is to beat
+    uv run tools/experiment.py again            train best once more; its new score is the one to beat
 
 A run outlives the command that started it; the same command then waits for it. A command that was
 killed may be repeated: the next one, whichever it is, completes what it began.
@@ -151,6 +151,8 @@ class Log:
         if self.code is None:
             free = shutil.disk_usage(".").free / 2**20
             return f"cut off: it was killed, or the disk was full ({free:.0f} MB are free now)"
+        if self.code == 124:
+            return f"exit 124, since it took over {TIME_LIMIT:g} s"
         return f"exit {self.code}"
 
     def is_disturbed(self):
@@ -176,6 +178,8 @@ def lock(handle):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        pass  # a folder on NFS, which has no locks
     return True
 
 
@@ -219,7 +223,7 @@ def wait_for(path, seconds):
     alone = lock(waiting)
     if not alone:
         print("another command waits for this run, too: if you started none, another agent works")
-        print("in this folder; stop then, since there must be one at a time.")
+        print("in this folder. Stop then, since there must be one at a time.")
     end = time.monotonic() + seconds
     while is_running(path):
         if time.monotonic() > end:
@@ -386,7 +390,7 @@ def again(seconds):
     log = wait_for(AGAIN, seconds)
     if log.problem:
         show(log, rows)
-        print("next: again, once more; do first what an error says")
+        print("next: again, once an error above is mended")
         raise SystemExit
     before = Log(BEST)
     rows = finish()
@@ -504,7 +508,9 @@ def main():
             "--wait", type=float, default=540, help="seconds until it says how far it is (540)"
         )
     for status in ("keep", "discard", "crash"):
-        commands.add_parser(status, help="log the run, then move").add_argument("description")
+        commands.add_parser(status, help="log, then move or restore best").add_argument(
+            "description"
+        )
     args = parser.parse_args()
     os.chdir(Path(__file__).resolve().parents[1])
     try:

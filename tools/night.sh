@@ -14,6 +14,7 @@ cd "$here"
 say() { echo "night.sh: $*" >&2; }
 
 if [ "${1:-}" = -- ] && [ $# = 1 ]; then set --; fi # no command: show the usage
+called="tools/night.sh $*"
 case ${1:-} in
   claude)
     # Claude Code replaces its settings by a rename, which needs a folder that may be written. It
@@ -62,14 +63,14 @@ if [ "${SANDBOX:-}" = none ]; then
   sandbox=()
 elif ! problem=$("${sandbox[@]}" true 2>&1); then
   say "the sandbox does not work here: $problem"
-  say "Install bubblewrap; on Ubuntu see docs/manual.md. In a container, whose host forbids it,"
-  say "the container is the sandbox: put no keys there, and run SANDBOX=none tools/night.sh $*"
+  say "Install bubblewrap; on Ubuntu see docs/manual.md. In a container that forbids it,"
+  say "the container is the sandbox: put no keys there but the agent's, and run SANDBOX=none $called"
   exit 2
 fi
 
 if [ ! -v agent ]; then exec "${sandbox[@]}" "$@"; fi
 if ! "${sandbox[@]}" "$1" --version > /dev/null 2>&1; then
-  say "$1 does not start in the sandbox: install it here (on WSL, not on Windows)"
+  say "$1 does not start here: install it (on WSL in Ubuntu, not on Windows)"
   exit 2
 fi
 changed=$(git status --porcelain | head -1)

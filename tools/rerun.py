@@ -3,7 +3,7 @@ Trains a commit again, in a clean copy and with the seed of the environment.
 
     SEED=100 uv run tools/rerun.py COMMIT    the seed is 42 by default
 
-The run has its own home, temporary folder, compiled code and cache, which links to the prepared
+The run has its own home, temporary folder, compiled code, and a cache of links to the prepared
 files. Nothing stops it from reading absolute paths; look for those in the diff.
 """
 
