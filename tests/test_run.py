@@ -107,7 +107,7 @@ def test_a_run_ends_with_a_block_and_a_record_and_leaves_nothing_else(good):
     own = "mfu_percent num_steps num_params_M depth attention".split()
     assert list(block) == [*KEYS, *own, "integrity"]
     assert block["integrity"] == "ok" and block["mfu_percent"] == "None"
-    assert 0 < float(block["training_seconds"]) <= 1.5
+    assert 0 < float(block["training_seconds"]) <= 2.01
     [record] = good.records
     assert block["val_bpb"] == f"{record['val_bpb']:.6f}"
     assert record["total_tokens_M"] == pytest.approx((record["num_steps"] * 2048 + 2048) / 1e6)
