@@ -133,7 +133,8 @@ def hub(monkeypatch, tmp_path):
     ],
 )
 def test_a_gpu_gets_the_fastest_that_it_can_run(hub, monkeypatch, device, capability, taken):
-    set_knobs(monkeypatch, probe_attention=lambda *arguments: None)
+    ladder = train.BACKEND_ORDER | {"cuda": ("fa3", "varlen", "sdpa")}  # without flash-attn-4
+    set_knobs(monkeypatch, probe_attention=lambda *arguments: None, BACKEND_ORDER=ladder)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert train.choose_attention(torch.device(device), PROBED)[0] == taken
 
