@@ -84,8 +84,8 @@ else:
         DEVICE_NAME = model[1] if model else "cpu"  # ARM's kernel tells none
 if not usable:
     fail(
-        "torch cannot use the GPU here, which needs Turing or newer and driver 580 or newer (on WSL "
-        "that of Windows); see 'Older drivers and GPUs' in docs/manual.md, or set "
+        "torch cannot use the GPU here, which needs Turing or newer and driver 580 or newer (on "
+        "WSL that of Windows); see 'Older drivers and GPUs' in docs/manual.md, or set "
         "CUDA_VISIBLE_DEVICES to another GPU, or to -1 for none."
     )
 PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or PROFILE

@@ -128,7 +128,8 @@ def other(tmp_path):
     return folder
 
 
-# RECIPE[0], and the first digits of the sha256 of what that recipe makes. Unlike Parquet files, it may not vary.
+# RECIPE[0], and the first digits of the sha256 of what that recipe makes. Unlike Parquet files, it
+# may not vary.
 GOLDEN = (
     2,
     {

@@ -405,7 +405,8 @@ def limited(size):
     """Returns the beginning of a command by which no file grows beyond `size` bytes."""
     code = (
         "import os, resource, sys; size = int(sys.argv[1]);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)); os.execv(sys.argv[2], sys.argv[2:])"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size));"
+        "os.execv(sys.argv[2], sys.argv[2:])"
     )
     return (sys.executable, "-c", code, str(size))
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 # ---- Golden values ----
 def test_the_full_default_has_50_million_parameters(monkeypatch):
-    """A layer has 12 * 512^2 weights; there are 4 gates of 32 * 4, 6 tables of V * C, 16 scalars."""
+    """A layer has 12 * 512^2 weights. There are 4 gates of 32 * 4, 6 tables of V * C,
+    16 scalars."""
     monkeypatch.setattr(prepare, "PROFILE", "full")
     monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 2048)
     # A module of its own, since knobs are read once, at import:

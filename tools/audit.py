@@ -58,8 +58,8 @@ def rerun(folder, commit, seed):
 
 
 def load(path):
-    """Returns {(commit, seed): line} of the runs in audit.jsonl with this budget and a score. Prints
-    the lines that are left out."""
+    """Returns {(commit, seed): line} of the runs in audit.jsonl with this budget and a score.
+    Prints the lines that are left out."""
     runs = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:

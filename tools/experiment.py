@@ -5,7 +5,7 @@ Carries out a night of experiments on train.py. git holds the code, results.tsv 
     uv run tools/experiment.py begin nov27      make a branch, the tags start and best, a log
     uv run tools/experiment.py run "an idea"    commit train.py, train it, show its score
     uv run tools/experiment.py keep "an idea, and what was learned"    or discard, or crash
-    uv run tools/experiment.py again            train best once more; its new score is the one to beat
+    uv run tools/experiment.py again            train best once more; its new score counts
 
 A run outlives the command that started it; the same command then waits for it. A command that was
 killed may be repeated: the next one, whichever it is, completes what it began.
@@ -257,8 +257,9 @@ def show(log, rows):
     for key in SHOWN:
         beside = f"; best: {best.block.get(key)}" if best.block else ""
         print(f"{key}: {log.block.get(key)}{beside}")
-    if differences(log):
-        print(f"does not compare with best: {differences(log)}")
+    changed = differences(log)
+    if changed:
+        print(f"does not compare with best: {changed}")
         return
     to_beat = score_to_beat(rows)
     if to_beat is not None:
@@ -288,7 +289,8 @@ def finish():
         if changed:
             AGAIN.unlink()
             fail(
-                f"best, trained again, does not compare: {changed}; restore what it was, then `again`."
+                f"best, trained again, does not compare: {changed}; restore what it was, then "
+                "`again`."
             )
         later = rows[log.rows :]
         logged = [row for row in later if row["status"] == "again"]
