@@ -92,7 +92,7 @@ def read_results(path=RESULTS):
 
 def append_line(path, line):
     """Appends a line of its own, whatever the file ends with, and whole or not at all."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     size = os.fstat(handle).st_size
     torn = size and os.pread(handle, 1, size - 1) != b"\n"  # the line before was cut off
     content = ("\n" * bool(torn) + line + "\n").encode()
@@ -196,7 +196,7 @@ def start(path, commit, rows, *command):
     process. The lock belongs to the open file, which the run has as its standard output."""
     before = Log(path)
     attempt = before.attempt + 1 if is_same(before.commit, commit) else 1
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     if not lock(handle):
         return  # another call was faster: wait for its run
     os.ftruncate(handle, 0)
