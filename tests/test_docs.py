@@ -60,8 +60,10 @@ def test_the_commands_of_program_md_exist():
 def test_the_rule_of_program_md_is_the_one_that_is_simulated():
     rule = protocol.Rule()
     assert (rule.discards, rule.speed, rule.ideas, rule.together) == (10, 0.1, 15, 6)
+    assert rule.correction == 0.5
     told = "after ten discards in a row", "that was 10 % slower", "After every fifteen ideas"
-    for words in (*told, "the six discards that came closest"):
+    corrected = "first correct the score by what that is worth"
+    for words in (*told, "the six discards that came closest", corrected):
         assert words in " ".join(PROGRAM.split())
 
 
