@@ -98,6 +98,7 @@ def audited_gain(night, before, after):
 @pytest.mark.parametrize(
     ("night", "before", "after", "experiments", "kept"),
     [
+        ("2026-11-27", "0e16928", "8480b31", 42, 9),
         ("2026-11-26", "8f1000d", "0571258", 44, 16),
         ("2026-11-25", "7bfde47", "bc2e5a8", 42, 17),
         ("2026-11-22", "d02ae58", "fa1685d", 30, 14),
