@@ -62,7 +62,7 @@ def test_the_rule_of_program_md_is_the_one_that_is_simulated():
     assert (rule.discards, rule.speed, rule.ideas, rule.together) == (10, 0.1, 15, 6)
     assert rule.correction == 0.5
     told = "after ten discards in a row", "that was 10 % slower", "After every fifteen ideas"
-    corrected = "first correct the score by what that is worth"
+    corrected = "first take 0.001 per missing 1 % off the score"
     for words in (*told, "the six discards that came closest", corrected):
         assert words in " ".join(PROGRAM.split())
 

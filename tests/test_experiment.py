@@ -183,12 +183,14 @@ def test_a_night_of_three_ideas(clone):
 def test_a_run_compares_with_best(night):
     out = run_idea(night, "lower", 0.85, SPEED=15000)
     assert "val_bpb: 0.850000; best: 0.900000\ntokens_per_second: 15000; best: 18000\n" in out
-    assert "0.050000 better than 0.900000, the score to beat\nspeed -17%: if the change does" in out
-    assert "explain it, train best `again` before you judge\n" in out
+    assert "0.050000 better than 0.900000, the score to beat\n" in out
+    assert "speed -" not in out  # it is better although it was slower
+    out = night.call("run", "--repeat", SPEED=21000)
+    assert "\nspeed +17%: if the change does not explain it, train best `again` before you j" in out
     out = night.call("again", SPEED=12000)
     assert "tokens_per_second of best: 12000; it was 18000" in out
-    assert "speed +25%: if the change does not explain it, train the idea again (`run --rep" in out
-    assert "speed +" not in night.call("run", "--repeat", SPEED=15000)  # both are fresh now
+    assert "speed +75%: if the change does not explain it, train the idea again (`run --rep" in out
+    assert "speed +" not in night.call("run", "--repeat", SPEED=21000)  # both are fresh now
     assert night.rows()[-1][3:] == ["again", "best again: it was 0.900000, 12000 tok/s"]
     assert "1 keep, 1 again" in night.call()
 

@@ -262,19 +262,20 @@ def show(log, rows):
         print(f"does not compare with best: {changed}")
         return
     to_beat = score_to_beat(rows)
-    if to_beat is not None:
-        gain = to_beat - float(log.block["val_bpb"])
-        word = "better" if gain > 0 else "worse"
-        print(f"{abs(gain):.6f} {word} than {to_beat:.6f}, the score to beat")
-    if not best.block or abs(log.speed() / best.speed() - 1) <= 0.1:
+    if to_beat is None:
+        return
+    gain = to_beat - float(log.block["val_bpb"])
+    word = "better" if gain > 0 else "worse"
+    print(f"{abs(gain):.6f} {word} than {to_beat:.6f}, the score to beat")
+    faster = log.speed() / best.speed() - 1 if best.block else 0
+    if abs(faster) <= 0.1 or (faster > 0) != (gain > 0):  # its speed did not decide
         return
     remedy = "train best `again`"
     if rows[-1]["status"] == "again":  # that is done
         if RUN.stat().st_mtime > BEST.stat().st_mtime:
             return
         remedy = "train the idea again (`run --repeat`)"
-    faster = f"{log.speed() / best.speed() - 1:+.0%}"
-    print(f"speed {faster}: if the change does not explain it, {remedy} before you judge")
+    print(f"speed {faster:+.0%}: if the change does not explain it, {remedy} before you judge")
 
 
 # ---- The night ----
@@ -479,7 +480,7 @@ def next_step(rows):
         return "again, after ten discards in a row"
     ideas = len(statuses) - statuses.count("again") - 1  # without the baseline
     if ideas % 16 == 15 and len(closest_discards(rows)) > 1:  # the sixteenth is the next one
-        return f"fifteen ideas more: try these together: {' '.join(closest_discards(rows))}"
+        return f"fifteen ideas are done: try these together: {' '.join(closest_discards(rows))}"
     return 'change train.py, then run "what you try"'
 
 
