@@ -73,8 +73,7 @@ class Result:
     """The outcome of a run."""
 
     score: float
-    slowdown: float  # the machine's, as a share of its speed
-    drift: float  # what that added to the score
+    drift: float  # what the machine's speed added to it
 
 
 class NightOver(Exception):  # noqa: N818
@@ -102,7 +101,7 @@ class Lab:
         drift = self.drift[self.runs]
         score = code.truth + code.noise + drift + self.run_noise[self.runs]
         self.runs += 1
-        return Result(score, slowdown=0.1 * drift / self.night.tenth, drift=drift)
+        return Result(score, drift)
 
     def next_idea(self):
         effect = self.effects[self.ideas]
@@ -172,7 +171,7 @@ def lower_wins(lab, rule):
         else:
             code = lab.next_idea()
         result = lab.run(code)
-        slower = result.slowdown - to_beat.slowdown
+        slower = 0.1 * (result.drift - to_beat.drift) / lab.night.tenth  # share of the speed
         lost = loss(result, to_beat)
         by_speed = slower < -rule.speed if lost < 0 else slower > rule.speed
         if by_speed:
