@@ -26,13 +26,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from time import monotonic as _now  # bound here, so that patching `time` has no effect
+from typing import NamedTuple
 
 _imported = _now()  # total_seconds counts from here
-# Read when CUDA starts. Without it, fragmentation can end a run late although its batch fits.
+# Read when CUDA starts. Without it, fragmentation can end a run late.
 if not os.path.exists("/usr/lib/wsl"):  # whose drivers may fail with it (pytorch's issue 192330)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -49,7 +50,7 @@ from urllib3.util import Retry
 
 
 def fail(sentence, code=2):
-    """Prints a sentence that says what is wrong and how to fix it, and exits."""
+    """Prints a sentence, what is wrong and how to fix it, and exits."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
@@ -64,31 +65,15 @@ except ImportError:
 # ==== Part 1: what a run uses ====
 
 
-# ---- Device and profile ----
-DRIVER_FILES = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Linux and on WSL
-DEVICE = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-DEVICE_NAME = DEVICE.type
-PROFILE = "small"
-if torch.cuda.is_available():
-    DEVICE = torch.device("cuda")
-    gpu = torch.cuda.get_device_properties(DEVICE)
-    DEVICE_NAME = gpu.name
-    PROFILE = "full" if gpu.total_memory >= 40e9 else "medium"
-    usable = (gpu.major, gpu.minor) >= (7, 5)  # Turing, the oldest that this torch supports
-else:
-    # What does not begin like a GPU's number or name leaves none: "", -1, Slurm's NoDevFiles.
-    gpu_wanted = re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-    usable = not gpu_wanted or not any(map(os.path.exists, DRIVER_FILES))
-    if os.path.exists("/proc/cpuinfo"):
-        model = re.search("model name.*: (.+)", Path("/proc/cpuinfo").read_text())
-        DEVICE_NAME = model[1] if model else "cpu"  # ARM's kernel tells none
-if not usable:
-    fail(
-        "torch cannot use the GPU here, which needs Turing or newer and driver 580 or newer (on "
-        "WSL that of Windows); see 'Older drivers and GPUs' in docs/manual.md, or set "
-        "CUDA_VISIBLE_DEVICES to another GPU, or to -1 for none."
-    )
-PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or PROFILE
+# ---- Profile ----
+def usual_profile():
+    if not torch.cuda.is_available():
+        return "small"
+    memory = torch.cuda.get_device_properties("cuda").total_memory
+    return "full" if memory >= 40e9 else "medium"
+
+
+PROFILE = os.environ.get("AUTORESEARCH_PROFILE") or usual_profile()
 if PROFILE not in ("full", "medium", "small"):
     fail(f"AUTORESEARCH_PROFILE is full, medium or small, not {PROFILE!r}; change or unset it.")
 
@@ -97,10 +82,12 @@ def by_profile(**values):
     return values[PROFILE]
 
 
-# ---- Settings: two scores are comparable only if all of these agree, except the seed ----
+# ---- Settings: two scores compare only if all of these agree, except the seed ----
 try:
     TIME_BUDGET = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)  # seconds
     SEED = int(os.environ.get("SEED") or 42)
+    if not 0 < TIME_BUDGET < math.inf:
+        raise ValueError(f"{TIME_BUDGET:g} is not a number of seconds above 0")
 except ValueError as error:
     fail(f"AUTORESEARCH_TIME_BUDGET or SEED: {error}; change or unset it.")
 MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # context length
@@ -108,7 +95,7 @@ EVAL_TOKENS = by_profile(full=40 * 2**19, medium=2**21, small=2**18)  # validati
 EVAL_BATCH = 16  # rows per evaluation batch, whatever the batch in training
 VOCAB_SIZE = by_profile(full=8192, medium=8192, small=2048)  # includes the four special tokens
 
-# ---- Recipe: if any of this changes, the prepared files must be made again ----
+# ---- Tokens and rows ----
 BUFFER_DOCS = 1000  # documents that packing chooses among
 SPECIAL_TOKENS = [f"<|reserved_{i}|>" for i in range(4)]  # the first is BOS
 # GPT-4's pattern, but it splits digits into pairs: a small vocabulary has no room for triples.
@@ -117,22 +104,33 @@ SPLIT_PATTERN = (
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 ENCODED_CHARS = 200_000  # encoded at a time: a million spaces overflow the regex engine's stack
-TOKENIZER_DOC_CHARS = 10_000  # that the tokenizer's training reads of each document
-TOKENIZER_CHARS = 1_000_000_000  # that it reads in all
-CLIMBMIX = "karpathy/climbmix-400b-shuffle"
-CLIMBMIX_VAL = 6542  # the last shard is for validation: nothing trains on it
-CLIMBMIX_SHARDS = 20  # for training, by default
-PACKAGES = """
-    filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm
-""".split()
-SKIPPED_FOLDERS = ["site-packages", "dist-packages", "test", "tests"]
-PYTHON_SHARDS = 8  # of the embedded corpus, for training
 
-RECIPE_VERSION = 2  # raise it if a change to the code below changes a file
-RECIPE = [RECIPE_VERSION, MAX_SEQ_LEN, EVAL_TOKENS, EVAL_BATCH, VOCAB_SIZE]
-RECIPE += [BUFFER_DOCS, SPECIAL_TOKENS, SPLIT_PATTERN, ENCODED_CHARS, TOKENIZER_DOC_CHARS]
-RECIPE += [TOKENIZER_CHARS, CLIMBMIX, CLIMBMIX_VAL, PACKAGES, SKIPPED_FOLDERS, PYTHON_SHARDS]
-RECIPE += [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
+
+# ---- Device ----
+DRIVER_FILES = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, on Linux and on WSL
+
+
+def find_device():
+    """Returns the device and its model's name. Exits if there is a GPU that torch cannot use, since
+    nobody expects a night on the CPU then."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last: Slurm's
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties("cuda")
+        if (gpu.major, gpu.minor) >= (7, 5):  # Turing, the oldest that this torch supports
+            return torch.device("cuda"), gpu.name
+    elif hidden or not any(map(os.path.exists, DRIVER_FILES)):
+        device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        info = Path("/proc/cpuinfo")
+        model = info.exists() and re.search("model name.*: (.+)", info.read_text())
+        return device, model[1] if model else device.type  # ARM's kernel tells no model
+    return fail(
+        "torch cannot use the GPU here, which needs Turing or newer and driver 580 or newer (on "
+        "WSL Windows' own); see 'Older drivers and GPUs' in docs/manual.md, or set "
+        "CUDA_VISIBLE_DEVICES to another GPU, or to -1 for none."
+    )
+
+
+DEVICE, DEVICE_NAME = find_device()
 
 
 # ---- Cache ----
@@ -143,11 +141,20 @@ def folder_from(variable, default):
 CACHE = folder_from("AUTORESEARCH_CACHE", "~/.cache/autoresearch")
 RUNS = folder_from("AUTORESEARCH_RUNS", CACHE / "runs")  # one record per run
 SHARDS = CACHE / "data"  # ClimbMix, as downloaded
-PREPARED = (CACHE / PROFILE).resolve()  # what is made from one corpus; replaced as a whole:
-ROWS_FILE = "val.u16"  # packed validation rows, uint16 [rows, MAX_SEQ_LEN + 1]
-TOKENS_FILE = "train.u16"  # all training documents, flat, with BOS before each, uint16
-ENDS_FILE = "train.npy"  # document i is tokens[ends[i] : ends[i + 1]], int64 [documents + 1]
-MANIFEST_FILE = "manifest.json"  # all that is small, see `build`
+PREPARED = (CACHE / PROFILE).resolve()  # what is made from one corpus; replaced as a whole
+ROWS_FILE = "val.u16"
+TOKENS_FILE = "train.u16"
+ENDS_FILE = "train.npy"
+MANIFEST_FILE = "manifest.json"
+
+
+def file_hash(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Any edit of this file makes what was prepared unusable.
+RECIPE = [file_hash(__file__), *map(importlib.metadata.version, ("rustbpe", "tiktoken"))]
 
 
 def load_manifest():
@@ -155,15 +162,14 @@ def load_manifest():
 
 
 def data_hash(rows, manifest):
-    """Returns 8 hex digits over the rows, the vocabulary, and the hashes that `build` took of the
-    training files, which are too large to hash in each run."""
+    """Returns 8 hex digits over rows, vocabulary and the hashes in the manifest, since training
+    files are too large to hash in each run."""
     parts = [hashlib.sha256(rows).hexdigest(), manifest["vocabulary"], manifest["training"]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
 def lock(folder):
-    """Locks a folder until this process exits (the handle is left open on purpose). False if
-    another process holds it."""
+    """Locks a folder until this process exits, so the handle stays open. False if another has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,8 +184,8 @@ def lock(folder):
 # ---- Tokenizer ----
 class Tokenizer:
     """Byte-level BPE over `vocabulary`, a list of bytes in hex; the special tokens follow.
-    `token_bytes`, int32 [V], counts the raw bytes of each token, 0 for special tokens. Decoded text
-    would miscount: a part of a character decodes to U+FFFD, which is three bytes."""
+    `token_bytes`, int32 [V], counts raw bytes, 0 for special tokens. Decoded text would miscount:
+    a part of a character decodes to U+FFFD, three bytes."""
 
     def __init__(self, vocabulary):
         ranks = {bytes.fromhex(token): i for i, token in enumerate(vocabulary)}
@@ -188,8 +194,8 @@ class Tokenizer:
         self.encoding = tiktoken.Encoding(
             "autoresearch", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
-        lengths = [len(token) for token in ranks]
-        self.token_bytes = np.array(lengths + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
+        lengths = [*map(len, ranks), *(0 for _ in special)]
+        self.token_bytes = np.array(lengths, dtype=np.int32)
 
     @classmethod
     def from_directory(cls, directory=None):
@@ -217,26 +223,97 @@ class Tokenizer:
         return self.encoding.decode(ids)
 
 
-def file_hash(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ---- Start of a run ----
+class Data(NamedTuple):
+    """What is prepared."""
+
+    rows: np.ndarray  # packed for validation, uint16 [rows, MAX_SEQ_LEN + 1]
+    tokens: np.ndarray  # of all training documents, flat, with BOS before each, uint16
+    ends: np.ndarray  # document i is tokens[ends[i] : ends[i + 1]], int64 [documents + 1]
+    manifest: dict  # all that is small, see `build`
+
+
+_opened = set()  # prepared files that other code than `load` has opened
+
+
+def watch(event, arguments):
+    """Audit hook: notes prepared files that are opened; a run could train on validation rows."""
+    if event != "open":
+        return
+    folder, name = os.path.split(str(arguments[0]))
+    if name in (ROWS_FILE, TOKENS_FILE, ENDS_FILE) and os.path.realpath(folder) == str(PREPARED):
+        _opened.add(name)
+
+
+sys.addaudithook(watch)
+
+
+def load():
+    """Returns Data; None if it is missing, was made by another prepare.py, or has changed, by its
+    hash and the number of tokens."""
+    opened_before = _opened.copy()
+    try:
+        rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
+        tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
+        ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
+        # The manifest last: if the folder was replaced meanwhile, it will not fit the rows.
+        manifest = load_manifest()
+    except (OSError, ValueError, EOFError):
+        return None
+    finally:
+        _opened.intersection_update(opened_before)
+    fits = manifest.get("recipe") == RECIPE and ends[-1] == len(tokens)
+    fits = fits and manifest["data"] == data_hash(rows, manifest)
+    return Data(rows, tokens, ends, manifest) if fits else None
+
+
+@cache
+def current_commit():
+    """Returns the short hash, `+dirty` if tracked files differ; without git AUTORESEARCH_COMMIT."""
+    command = ["git", "describe", "--always", "--dirty=+dirty", "--exclude=*"]
+    elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # may name another repository
+    own = {key: value for key, value in os.environ.items() if key not in elsewhere}
+    commit = ""
+    with contextlib.suppress(OSError):  # no git
+        options = {"cwd": Path(__file__).parent, "env": own, "capture_output": True}
+        commit = subprocess.run(command, **options).stdout.decode().strip()
+    return commit or os.environ.get("AUTORESEARCH_COMMIT") or "none"
+
+
+def lock_run(folder):
+    """Allows one run at a time in a folder. Exits if there is another."""
+    if not lock(folder):
+        fail("this folder has a run already; wait for it or stop it (pgrep -af train.py).")
+
+
+@cache
+def begin_run():
+    """Begins the run and returns its Data, later calls the same. Exits if none is usable."""
+    data = load()
+    if data is None:
+        fail(
+            f"{PREPARED} is not prepared, is damaged, or was made by another prepare.py; undo any "
+            f"edit of that file, then run `AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`."
+        )
+    script = getattr(sys.modules["__main__"], "__file__", "")
+    if os.path.isfile(script):  # a notebook has none
+        lock_run(os.path.dirname(os.path.abspath(script)))
+    settings = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {current_commit()}"
+    print(f"run: {settings}, {DEVICE_NAME}", flush=True)
+    return data
+
+
+def start():
+    """Begins the run and returns the device."""
+    begin_run()
+    return DEVICE
+
+
+# ---- Loader and clock ----
 class Run:
-    """The state of this process's run."""
+    """The clock and the progress of this process's run."""
 
     def __init__(self):
-        # Set by `start`:
-        self.rows = None
-        self.tokens = None
-        self.ends = None
-        self.manifest = None
-        self.token_bytes = None
-        self.commit = None
-        # Changed as the run goes on:
-        self.reading = False  # true while `read_prepared` opens the files
-        self.opened = set()  # prepared files that were opened at other times
         self.began = None  # when the first batch was served
         self.served = 0  # tokens
         self.losses = [[] for _ in range(10)]  # of every step, by tenths of the budget
@@ -249,81 +326,8 @@ class Run:
 _run = Run()
 
 
-def watch(event, arguments):
-    """Audit hook: notes token and row files that are opened outside `start`, since a run could
-    train on validation rows. It does not see copies, or files that code other than Python opens."""
-    if event != "open" or _run.reading:
-        return
-    folder, name = os.path.split(str(arguments[0]))
-    if name in (ROWS_FILE, TOKENS_FILE, ENDS_FILE) and os.path.realpath(folder) == str(PREPARED):
-        _run.opened.add(name)
-
-
-sys.addaudithook(watch)
-
-
-def read_prepared():
-    """Reads what is prepared. Returns whether it is there, made by this recipe and, as far as rows,
-    vocabulary and the number of tokens tell, as it was made."""
-    _run.reading = True
-    try:
-        _run.rows = np.fromfile(PREPARED / ROWS_FILE, dtype="<u2").reshape(-1, MAX_SEQ_LEN + 1)
-        _run.tokens = np.memmap(PREPARED / TOKENS_FILE, dtype="<u2", mode="r").view(np.ndarray)
-        _run.ends = np.load(PREPARED / ENDS_FILE, mmap_mode="r")
-        # The manifest last: if the folder was replaced meanwhile, it will not fit the rows.
-        _run.manifest = load_manifest()
-    except (OSError, ValueError, EOFError):
-        return False
-    finally:
-        _run.reading = False
-    if _run.manifest.get("recipe") != RECIPE or _run.ends[-1] != len(_run.tokens):
-        return False
-    return _run.manifest["data"] == data_hash(_run.rows, _run.manifest)
-
-
-def current_commit():
-    """Returns the short hash, with `+dirty` if a tracked file has changed; without a repository,
-    AUTORESEARCH_COMMIT."""
-    command = ["git", "describe", "--always", "--dirty=+dirty", "--exclude=*"]
-    elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # may name another repository
-    own = {key: value for key, value in os.environ.items() if key not in elsewhere}
-    commit = ""
-    with contextlib.suppress(OSError):  # no git
-        folder = Path(__file__).parent
-        done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True)
-        commit = done.stdout.strip()
-    return commit or os.environ.get("AUTORESEARCH_COMMIT") or "none"
-
-
-def lock_run(folder):
-    """Allows one run at a time in a folder. Exits if there is another."""
-    if not lock(folder):
-        fail("this folder has a run already; wait for it or stop it (pgrep -af train.py).")
-
-
-def start():
-    """Begins the run and returns the device. Later calls only return it."""
-    if _run.commit:
-        return DEVICE
-    if not read_prepared():
-        fail(
-            f"{PREPARED} is not prepared, or not as it was prepared; run "
-            f"`AUTORESEARCH_PROFILE={PROFILE} uv run prepare.py`."
-        )
-    script = getattr(sys.modules["__main__"], "__file__", "")
-    if os.path.isfile(script):  # a notebook has none
-        lock_run(os.path.dirname(os.path.abspath(script)))
-    _run.token_bytes = Tokenizer(_run.manifest["vocabulary"]).token_bytes
-    _run.commit = current_commit()
-    settings = f"{PROFILE} profile, {TIME_BUDGET:g} s, seed {SEED}, commit {_run.commit}"
-    print(f"run: {settings}, {DEVICE_NAME}", flush=True)
-    return DEVICE
-
-
-# ---- Loader and clock ----
 def elapsed():
-    """Returns the seconds of training, from the first batch to evaluation. train.py stops when they
-    reach TIME_BUDGET; whatever happens in between counts."""
+    """Returns the seconds of training, which are all from the first batch to evaluation."""
     if _run.began is None:
         return 0.0
     return (_run.ended or _now()) - _run.began
@@ -340,9 +344,7 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
     2. Place the longest that fits into the rest of the row; ties go to the oldest.
     3. If none fits, crop the shortest to fill the row, and drop its tail.
 
-    Each row begins with a document, and none is padded. The price is the text that is dropped: with
-    rows of 513 tokens 27 % of the embedded corpus (633 tokens per document), and 71 % of an English
-    text (1280)."""
+    Each row begins with a document, and none is padded. docs/manual.md tells what is dropped."""
     source = enumerate(documents)
     # (length, number, document), sorted. The number breaks ties, so that arrays are never compared.
     waiting = []
@@ -367,36 +369,37 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
 
 def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     """Yields (inputs, targets, epoch) forever: new int64 tensors [B, T] on the device, targets one
-    token ahead. The rows do not depend on B. The clock starts when the first batch is served.
-    `tokenizer` is ignored: tokens are made at preparation. Raises ValueError for another split."""
+    token ahead. The rows do not depend on B. The first batch starts the clock. `tokenizer` is
+    ignored: tokens are made at preparation. Raises ValueError for another split."""
     if split != "train":
-        raise ValueError(f'split must be "train", not {split!r}: only evaluate_bpb reads "val"')
-    start()
+        raise ValueError('split must be "train": only evaluate_bpb reads "val"')
+    data = begin_run()
     epoch = 0
 
     def read_documents():
         nonlocal epoch
-        count = len(_run.ends) - 1
-        firsts = _run.manifest["first_documents"]
+        count = len(data.ends) - 1
+        firsts = data.manifest["first_documents"]
         first = firsts[SEED % len(firsts)]  # begins at the shard that the seed picks
         while True:
             epoch += 1
             for k in range(count):
                 i = (first + k) % count
-                yield _run.tokens[_run.ends[i] : _run.ends[i + 1]]
+                yield data.tokens[data.ends[i] : data.ends[i + 1]]
 
     def serve_batches():
         rows = pack_rows(read_documents(), T + 1, buffer_size)
         on_gpu = DEVICE.type == "cuda"
         while True:
-            # numpy fills the pinned memory: torch's copy into it uses threads, and on the H200's
-            # machine took 5 ms of a step of 18. torch keeps that memory until the GPU has read it.
+            # numpy fills the pinned memory, since torch's copy takes threads, which may cost 5 ms.
+            # torch keeps that memory until the GPU has read it.
             batch = torch.empty(B, T + 1, dtype=torch.int64, pin_memory=on_gpu)
             np.stack(list(itertools.islice(rows, B)), out=batch.numpy())
             batch = batch.to(DEVICE, non_blocking=on_gpu)
-            # clone() and not contiguous(), which returns two views of the same memory if B is 1.
-            inputs = batch[:, :-1].clone()
-            targets = batch[:, 1:].clone()
+            # If B is 1, contiguous() returns two views of one memory, and plain clone() strides for
+            # which a model would be compiled again.
+            inputs = batch[:, :-1].clone(memory_format=torch.contiguous_format)
+            targets = batch[:, 1:].clone(memory_format=torch.contiguous_format)
             if _run.began is None:
                 _run.began = _now()
             _run.served += B * T
@@ -411,9 +414,9 @@ MAX_LOSS = 100  # nats; a higher loss, or NaN, ends the run
 
 
 def log_step(step, loss, **shown):
-    """Records the mean loss of a step, in nats per token; call it for every step. Prints a line of
-    progress every five seconds: the mean loss since the last line, the speed, and `shown`.
-    Exits with 4 if training has diverged."""
+    """Records a step's mean loss in nats per token; call it for every step. Every five seconds it
+    prints the mean loss since the last line, the speed, and `shown`. Exits with 4 if training has
+    diverged."""
     loss = float(loss)
     if not loss <= MAX_LOSS:  # also true for NaN
         print(f"FAIL: training diverged, loss {loss:g} nats per token at step {step}", flush=True)
@@ -433,122 +436,157 @@ def log_step(step, loss, **shown):
 
 # ---- Metric ----
 PROBE_ROWS = by_profile(full=288, medium=144, small=224)  # to score again; multiples of EVAL_BATCH
-# How far the losses (nats) may change in a probe: on average, and at one position. Correct models
-# stay below 2e-5 and 0.02.
+# How far losses (nats) may move in a probe, on average and at one position. Of correct models, a
+# convolution by FFT in bf16 moved most: 2e-4 and 0.035.
 PROBE_MEAN = 1e-3
 PROBE_PEAK = 0.1
+FORESIGHT_ERRORS = 6  # how far the mean of `foresight` may exceed 0, in standard errors
 
 
 class IntegrityError(Exception):
     """The score cannot be trusted; the message says why."""
 
 
+def is_dense(x):
+    """Returns whether x is a tensor, and neither sparse, nested nor meta."""
+    is_strided = isinstance(x, torch.Tensor) and x.layout == torch.strided
+    return is_strided and not x.is_nested and not x.is_meta
+
+
 def token_losses(model, inputs, targets, token_bytes):
-    """Returns the cross-entropy in nats, float32 [B, T], of model(inputs) with `targets`; inputs
-    and targets are uint16 [B, T]. It is 0 where a target has no bytes. Raises IntegrityError."""
+    """Returns the cross-entropy in nats, float32, of model(inputs) with `targets`, uint16 [B, T]; n
+    alternative targets are [B, T, n]. It is 0 where a target has no bytes. Raises IntegrityError.
+    """
     logits = model(torch.from_numpy(inputs.astype(np.int64)).to(DEVICE))
-    shape = tuple(getattr(logits, "shape", ()))
-    if shape[:-1] != targets.shape or shape[-1] < len(token_bytes):
-        wanted = (*targets.shape, len(token_bytes))
+    shape = tuple(logits.shape) if is_dense(logits) else ()
+    if shape[:-1] != inputs.shape or shape[-1] < len(token_bytes):
+        wanted = (*inputs.shape, len(token_bytes))
         kind = type(logits).__name__
-        raise IntegrityError(f"shape: model(x) returned {kind} {shape}, not logits {wanted}")
-    on_device = torch.from_numpy(targets.astype(np.int64)).to(DEVICE)
+        raise IntegrityError(f"shape: model(x) returned {kind} {shape}, not dense logits {wanted}")
+    logits = logits.as_subclass(torch.Tensor)  # a subclass could answer gather itself
+    on_device = torch.from_numpy(targets.astype(np.int64)).to(DEVICE).view(*inputs.shape, -1)
     losses = []
     # Row by row, since fp32 logits of a whole batch would be the largest tensor. log_softmax and
     # not logsumexp - gather: adding 2**28 to every logit would cancel all digits there and score 0.
-    for row, target in zip(torch.unbind(logits), on_device, strict=True):
-        log_probs = row.float().log_softmax(-1)
-        losses.append(-log_probs.gather(-1, target[:, None])[:, 0])
-    losses = torch.stack(losses).cpu().numpy()
+    for row, target in zip(logits, on_device):
+        losses.append(-row.float().log_softmax(-1).gather(-1, target))
+    losses = torch.stack(losses).cpu().numpy().reshape(targets.shape)
     return np.where(token_bytes[targets] > 0, losses, 0)
 
 
+def foresight(model, rows, token_bytes, rng):
+    """Scores rows with random tokens in them, in each row another share. Returns how many nats more
+    another random token would cost in the place of each. A model that has not seen it cannot prefer
+    it: the mean is 0 but for chance. `probe` cannot see a memory of next tokens that keeps the
+    first it saw, and so never changes."""
+    chosen = rows[rng.choice(len(rows), EVAL_BATCH)]
+    share = 16.0 ** -rng.random((EVAL_BATCH, 1))
+    is_random = rng.random(chosen.shape) < share
+    is_random[:, 0] = False  # rows begin with BOS
+    drawn, other = rng.choice(np.flatnonzero(token_bytes), (2, *chosen.shape))
+    tokens = np.where(is_random, drawn, chosen)
+    targets = np.stack((tokens, other), -1)[:, 1:]
+    losses = token_losses(model, tokens[:, :-1], targets, token_bytes)
+    counted = is_random[:, 1:] & np.isfinite(losses).all(-1)
+    return losses[counted, 1] - losses[counted, 0]
+
+
 def draw_cuts(tokens, rng):
-    """Returns how many inputs each row of `tokens`, uint16 [N, T + 1], keeps: 1 to T - 1. A model
-    that sees one token ahead betrays itself only at the last input kept, so cuts fall where such
-    slips happen: a third at multiples of 8 (ends of chunks), a third after a token (the most common
-    first), a third anywhere, and one at either end."""
+    """Returns how many inputs each row of `tokens`, uint16 [N, T + 1], keeps: all T in each eighth
+    row. A model that sees one token ahead betrays itself only at the last input kept, so cuts fall
+    where such slips happen: one near either end, a third at multiples of 8 (ends of chunks), a
+    third after a token (the most common first), and a third anywhere."""
     N, T = tokens.shape[0], tokens.shape[1] - 1
     cuts = rng.integers(1, T, N)
-    cuts[::3] = np.maximum(cuts[::3] // 8 * 8, 1)
+    cuts[::8] = T
+    cut_rows = np.flatnonzero(np.arange(N) % 8)
+    cuts[cut_rows[:2]] = (2, T - 1)
+    in_chunks = cut_rows[2::3]
+    cuts[in_chunks] = np.maximum(cuts[in_chunks] // 8 * 8, 1)
     common = np.argsort(-np.bincount(tokens.ravel()))
-    for i, token in zip(range(1, N, 3), itertools.cycle(common), strict=False):
+    for i, token in zip(cut_rows[3::3], itertools.cycle(common), strict=False):
         places = np.flatnonzero(tokens[i, : T - 1] == token)
         if len(places):
             cuts[i] = rng.choice(places) + 1
-    cuts[2] = 2  # rows 2 and 5 are else cut anywhere
-    cuts[5] = T - 1
     return cuts
 
 
 def probe(model, rows, losses, token_bytes, rng):
-    """Scores PROBE_ROWS rows again, some repeatedly if there are fewer. Except in each eighth row,
-    another row's tokens replace all inputs from a cut on. Losses before the cut must not change
-    (`causality`; `edges` are the first and the last), nor those of the rows without a cut
-    (`isolation`). Returns {probe: absolute changes, nats}."""
+    """Scores PROBE_ROWS rows again, some repeatedly if there are fewer. From a cut on, all inputs
+    are another row's. Losses before it must not change (`causality`; `edges` are the first and the
+    last), nor those of uncut rows (`isolation`). Returns {probe: absolute changes, nats}."""
     rounds = math.ceil(PROBE_ROWS / len(rows))
     chosen = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:PROBE_ROWS]
     inputs = rows[chosen, :-1]
     targets = rows[chosen, 1:]
+    T = inputs.shape[1]
     cuts = draw_cuts(rows[chosen], rng)[:, None]
-    is_cut = np.arange(PROBE_ROWS)[:, None] % 8 > 0
-    position = np.arange(inputs.shape[1])
-    before_cut = is_cut & (position < cuts)
-    kept = before_cut | ~is_cut
+    position = np.arange(T)
+    kept = position < cuts
     altered = np.where(kept, inputs, np.roll(inputs, 1, axis=0))
     again = []
-    for begin in range(0, PROBE_ROWS, EVAL_BATCH):
-        batch = slice(begin, begin + EVAL_BATCH)
+    for first in range(0, PROBE_ROWS, EVAL_BATCH):
+        batch = slice(first, first + EVAL_BATCH)
         again.append(token_losses(model, altered[batch], targets[batch], token_bytes))
     moved = np.abs(np.concatenate(again) - losses[chosen])
+    before_cut = kept & (cuts < T)
     at_edge = (position == 0) | (position == cuts - 1)
     return {
-        "isolation": moved[~is_cut[:, 0]],
+        "isolation": moved[cuts[:, 0] == T],
         "causality": moved[before_cut],
         "edges": moved[before_cut & at_edge],
     }
 
 
 LIKELY_MISTAKE = {
-    "isolation": "does a row depend on others of its batch, on randomness, a cache or an update?",
-    "causality": "does a mask, a mean, a filter or a block let a position see later tokens?",
-    "edges": "does something wrap around, or does the end of a chunk or row see the next token?",
+    "isolation": "does a row depend on its batch, on randomness, a cache or an update?",
+    "causality": "does a mask, a mean, a filter or a block see later tokens?",
+    "edges": "does something wrap around, or the end of a chunk or row see the next token?",
 }
 
 
 def state_hashes(model):
-    """Returns {name: hash} of the parameters and buffers. It hashes bytes, since NaN is not equal
-    to NaN."""
-    state = itertools.chain(model.named_parameters(), model.named_buffers())
+    """Returns {name: hash} of the parameters and buffers, of their bytes, since NaN is not equal to
+    NaN. Raises IntegrityError."""
     hashes = {}
-    for name, tensor in state:
-        content = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
-        hashes[name] = hashlib.sha256(content).hexdigest()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if not is_dense(tensor):
+            raise IntegrityError(f"state: {name} must be a dense tensor")
+        content = tensor.detach().cpu().resolve_conj().contiguous().flatten()
+        hashes[name] = hashlib.sha256(content.view(torch.uint8).numpy()).hexdigest()
+    if not hashes:
+        raise IntegrityError("model: it has no parameters; keep parts in a torch.nn.ModuleList")
     return hashes
 
 
 @torch.no_grad()
 def score(model, rows, token_bytes, rng=None):
     """Scores a model, int64 [B, T] to logits [B, T, V], on rows, uint16 [N, T + 1]; EVAL_BATCH
-    divides N. Returns the bits per byte, which are all targets' cross-entropy in bits divided by
-    their raw bytes, and what `probe` returns. The order of the rows and the cuts are drawn anew
-    each time, so that no model can foresee them. Raises IntegrityError."""
+    divides N. Returns bits per byte, which are all targets' cross-entropy in bits over their raw
+    bytes, and what `probe` returns. The order of the rows and the probes are drawn anew each time,
+    so that no model can foresee them. Raises IntegrityError."""
     before = state_hashes(model)
-    if not before:
-        raise IntegrityError("model: it has no parameters; keep its parts in a torch.nn.ModuleList")
     rng = np.random.default_rng(rng)
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
-    for batch in np.split(rng.permutation(len(rows)), len(rows) // EVAL_BATCH):
+    batches = np.split(rng.permutation(len(rows)), len(rows) // EVAL_BATCH)
+    # First, while a memory is empty; if it fills later, the probes see losses move.
+    gains = np.concatenate([foresight(model, rows, token_bytes, rng) for _ in range(2)])
+    for batch in batches:
         losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
-    broken = np.count_nonzero(~np.isfinite(losses))
-    if broken:
-        raise IntegrityError(f"finite: {broken} losses are NaN or infinite")
+    if not losses.mean() <= MAX_LOSS:  # also true for NaN
+        raise IntegrityError(f"finite: the mean loss is {losses.mean():.3g} nats per token")
+    error = gains.std() / math.sqrt(len(gains))
+    if gains.mean() > FORESIGHT_ERRORS * error:
+        raise IntegrityError(
+            f"foresight: random tokens cost {gains.mean():.2g} nats less than others would; does "
+            "forward() remember tokens, or see later ones?"
+        )
     probes = probe(model, rows, losses, token_bytes, rng)
     changed = {name for name, _ in before.items() ^ state_hashes(model).items()}
     if changed:
         raise IntegrityError(
-            f"state: {', '.join(sorted(changed))[:200]} changed; in evaluation the model must not "
-            "change its parameters and buffers (check self.training)"
+            f"state: {', '.join(sorted(changed))[:200]} changed; in evaluation parameters and "
+            "buffers must not (check self.training)"
         )
     for name, change in probes.items():
         if not (change.mean() <= PROBE_MEAN and change.max() <= PROBE_PEAK):
@@ -562,11 +600,10 @@ def score(model, rows, token_bytes, rng=None):
 
 @torch.no_grad()
 def evaluate_bpb(model, tokenizer, batch_size, **stats):
-    """Ends the run: stops the clock, scores the model, which is called as model(x) and returns
-    logits, on all validation rows, prints the final block, with `stats` in it, and records it.
-    Returns bits per byte. `tokenizer` and `batch_size` are ignored. If the score cannot be trusted,
-    prints `val_bpb: nan` and `integrity: FAIL ...` and exits with 3. tools/rerun.py shows what a
-    process cannot check from inside, such as weights that an earlier run saved."""
+    """Ends the run: stops the clock, scores model(x), which returns logits, on all validation rows,
+    prints and records the final block, with `stats` in it, and returns bits per byte. `tokenizer`
+    and `batch_size` are ignored. If the score cannot be trusted, prints `val_bpb: nan` and
+    `integrity: FAIL ...` and exits with 3."""
     model.eval()
     if DEVICE.type != "cpu":
         torch.accelerator.synchronize()  # queued work counts as training
@@ -576,13 +613,17 @@ def evaluate_bpb(model, tokenizer, batch_size, **stats):
         if _run.began is None:
             raise IntegrityError("loader: make_dataloader never served a batch in this process")
         _run.ended = _now()
-        print(f"evaluating on {len(_run.rows)} rows", flush=True)
-        val_bpb, _probes = score(model, _run.rows, _run.token_bytes)
+        data = begin_run()
+        token_bytes = Tokenizer(data.manifest["vocabulary"]).token_bytes
+        print(f"evaluating on {len(data.rows)} rows", flush=True)
+        val_bpb, _probes = score(model, data.rows, token_bytes)
     except IntegrityError as error:
         print(f"---\nval_bpb: nan\nintegrity: FAIL {error}", flush=True)
         raise SystemExit(3) from None
     _run.scored = _now()
-    report(val_bpb, stats)
+    block = report(val_bpb, stats)
+    print_block(block)
+    write_record(block)
     return val_bpb
 
 
@@ -599,14 +640,13 @@ def find_flags():
         ("evaluation", _run.scored - _run.ended, MAX_WAIT),
     ]
     flags = [f"{name}: {s:.1f} s, over {limit:g}" for name, s, limit in limits if s > limit]
-    if _run.opened:
-        flags.append(f"opened: the run itself read {', '.join(sorted(_run.opened))}")
+    if _opened:
+        flags.append(f"opened: the run itself read {', '.join(sorted(_opened))}")
     return "; ".join(flags) or "ok"
 
 
 def loss_curve():
-    """Returns the mean training loss in each tenth of the budget, interpolated where no step ended;
-    None if no loss was logged."""
+    """Returns the mean loss in each tenth of the budget, interpolated where no step ended."""
     tenths = [i for i in range(10) if _run.losses[i]]
     means = [np.mean(_run.losses[i]) for i in tenths]
     return np.interp(range(10), tenths, means).tolist() if tenths else None
@@ -616,15 +656,13 @@ def peak_memory():
     """Returns bytes: allocated on a GPU, otherwise resident."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    with contextlib.suppress(OSError, IndexError):  # ru_maxrss may be that of a parent on Linux
-        peaks = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(peaks[0]) * 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def report(val_bpb, stats):
-    """Prints the final block and writes it as JSON. `stats` cannot override what is known here."""
-    block = {
+    """Returns the final block, a dict. `stats` cannot override what is known here."""
+    known = {
         "val_bpb": val_bpb,
         "training_seconds": elapsed(),
         "total_seconds": _now() - _imported,
@@ -640,12 +678,15 @@ def report(val_bpb, stats):
         "device": DEVICE_NAME,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "commit": _run.commit,
-        "data": _run.manifest["data"],
-        "prepare": file_hash(__file__)[:8],
+        "commit": current_commit(),
+        "data": begin_run().manifest["data"],
+        "prepare": RECIPE[0][:8],
     }
-    block = block | stats | block  # the second time, so that what is known here wins
-    block["integrity"] = find_flags()
+    own = {key: value for key, value in stats.items() if key not in known}
+    return known | own | {"integrity": find_flags()}
+
+
+def print_block(block):
     print("---")
     for key, value in block.items():
         if key == "curve" and value:
@@ -653,6 +694,9 @@ def report(val_bpb, stats):
         elif isinstance(value, float):
             value = f"{value:.6f}" if key == "val_bpb" else f"{value:.5g}"
         print(f"{key}: {value}", flush=True)
+
+
+def write_record(block):
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     commit = block["commit"].replace("/", "-")  # AUTORESEARCH_COMMIT may be a branch
     record = RUNS / f"{moment}_{commit}_{SEED}_{os.getpid()}.json"
@@ -687,7 +731,10 @@ def read_shard(shard):
 
 
 # ---- ClimbMix ----
-# Waits 0, 6 and 12 s, or as long as the server says.
+CLIMBMIX = "karpathy/climbmix-400b-shuffle"
+CLIMBMIX_VAL = 6542  # the last shard is for validation: nothing trains on it
+CLIMBMIX_SHARDS = 20  # for training, by default
+# Waits 0, 6 and 12 s, or as the server says.
 RETRIES = Retry(3, backoff_factor=3, status_forcelist=(429, 500, 502, 503, 504))
 
 
@@ -717,9 +764,10 @@ def download(path):
 
 
 def climbmix(count):
-    """Returns the first `count` shards of ClimbMix (-1: all) and the validation shard; downloads
-    those that are missing."""
-    numbers = range(CLIMBMIX_VAL)[: count if count >= 0 else None]
+    """Returns the first `count` shards (-1: all) and that for validation; downloads what lacks."""
+    if count < 1 and count != -1:
+        fail("--num-shards must be above 0, or -1 for all.")
+    numbers = range(CLIMBMIX_VAL)[: count if count > 0 else None]
     shards = [SHARDS / f"shard_{i:05d}.parquet" for i in (*numbers, CLIMBMIX_VAL)]
     SHARDS.mkdir(exist_ok=True)
     with ThreadPoolExecutor(8) as pool:
@@ -728,6 +776,13 @@ def climbmix(count):
 
 
 # ---- The embedded corpus: Python sources of the standard library and of these packages ----
+PACKAGES = """
+    filelock kernels matplotlib numpy pandas pyarrow requests tiktoken torch tqdm
+""".split()
+SKIPPED_FOLDERS = ["site-packages", "dist-packages", "test", "tests"]
+PYTHON_SHARDS = 8  # for training
+
+
 def python_sources():
     """Returns {text: file name}, in a fixed order, without duplicates."""
     library = Path(os.__file__).parent
@@ -745,8 +800,7 @@ def python_sources():
 
 def python_corpus():
     """Returns the shards. Files are cut into pieces, since most are longer than a row. The hash of
-    a file's name decides whether it is held out, as one in twenty is; sorting the pieces by hash
-    shuffles them."""
+    its name holds one file in twenty out; sorting the pieces by hash shuffles them."""
 
     def name_hash(name):
         return int(hashlib.sha256(name.encode()).hexdigest(), 16)
@@ -777,6 +831,10 @@ def find_shards(corpus):
 
 
 # ---- Tokenizer training ----
+TOKENIZER_DOC_CHARS = 10_000  # that it reads of each document
+TOKENIZER_CHARS = 1_000_000_000  # that it reads in all
+
+
 def tokenizer_texts(shards):
     """Yields the texts that the tokenizer is trained on."""
     left = TOKENIZER_CHARS
@@ -800,9 +858,9 @@ def train_tokenizer(shards):
     return [bytes(token).hex() for token, _ in ranks]
 
 
-# ---- Tokens: made once, and not in each of a night's hundred runs ----
+# ---- Tokens: made once for all runs ----
 def read_tokens(shard, tokenizer):
-    """Yields each document's tokens, using threads: tiktoken releases the GIL."""
+    """Yields each document's tokens, by threads, since tiktoken releases the GIL."""
     texts = read_shard(shard)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while batch := list(itertools.islice(texts, 4096)):
@@ -855,11 +913,18 @@ def build(corpus, folder):
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest) + "\n")
 
 
-def prepare(named):
-    """Prepares a corpus: the one that is named, else that of last time, else the usual one. Does
-    nothing if that is prepared, but a folder always is again, since its text may have changed.
-    What is new is made beside the old and then takes its place, so that no run sees a mixture.
-    Runs keep what they have opened."""
+def usual_corpus():
+    """Returns the corpus of last time, or the profile's if there is none."""
+    if not PREPARED.exists():
+        return by_profile(full=CLIMBMIX_SHARDS, medium=CLIMBMIX_SHARDS, small="python")
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return load_manifest()["corpus"]
+    return fail(f"{PREPARED} does not say from what it was made; name it (see --help).")
+
+
+def prepare(corpus):
+    """Prepares a corpus; None keeps what is there, or makes it anew if it is unusable. The new is
+    made beside the old and then takes its place, so no run sees a mixture."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PREPARED.name}.new")
     old = PREPARED.with_name(f"{PREPARED.name}.old")
@@ -867,24 +932,18 @@ def prepare(named):
         old.rename(PREPARED)  # the last preparation was killed between its two renames
     for unfinished in (old, new):
         shutil.rmtree(unfinished, ignore_errors=True)
-    last = None
-    with contextlib.suppress(OSError, ValueError):
-        last = load_manifest().get("corpus")
-    corpus = last if named is None else named
-    if corpus is None:
-        if PREPARED.exists():
-            fail(f"{PREPARED} does not say from what it was made; name it (see --help).")
-        corpus = by_profile(full=CLIMBMIX_SHARDS, medium=CLIMBMIX_SHARDS, small="python")
-    if corpus != last or os.path.isabs(str(named)) or not read_prepared():
+    if corpus is None and load() is None:
+        corpus = usual_corpus()
+    if corpus is not None:
         build(corpus, new)
         if PREPARED.exists():
             PREPARED.rename(old)  # fails if it is a mount point
         new.rename(PREPARED)
         shutil.rmtree(old, ignore_errors=True)
-        read_prepared()  # for the line below
+    data = load()
     print(
-        f"ready: {PROFILE} profile, {len(_run.tokens) / 1e6:.1f} million training tokens, "
-        f"{len(_run.rows)} validation rows; next: uv run train.py"
+        f"ready: {PROFILE} profile, {len(data.tokens) / 1e6:.1f} million training tokens, "
+        f"{len(data.rows)} validation rows; next: uv run train.py"
     )
 
 

@@ -9,6 +9,7 @@ prepare.py owns data, clock and metric. Importing this file starts no run.
 Shapes: B rows, T tokens, C width, H heads, D head size, V vocabulary; K matrices of one shape.
 """
 
+import atexit
 import ctypes
 import gc
 import itertools
@@ -26,7 +27,6 @@ from types import SimpleNamespace
 from prepare import (  # before torch: this starts the clock of total_seconds
     CACHE,
     DEVICE,
-    DEVICE_NAME,
     EVAL_BATCH,
     MAX_SEQ_LEN,
     SEED,
@@ -39,7 +39,6 @@ from prepare import (  # before torch: this starts the clock of total_seconds
     log_step,
     make_dataloader,
     start,
-    tokens_per_second,
 )
 
 import torch
@@ -126,33 +125,21 @@ def derive_config(vocab_size, dtype):
     )
 
 
-def largest_divisor(number, at_most):
-    """The largest divisor of `number` up to `at_most`, at least 1."""
-    return max(size for size in range(1, max(at_most, 1) + 1) if number % size == 0)
-
-
-def rows_at_a_time(at_most):
-    """The largest number of rows, up to `at_most`, that divides the batch."""
-    batch, rest = divmod(TOTAL_BATCH_SIZE, MAX_SEQ_LEN)
-    if rest:
-        fail(f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} must be a multiple of {MAX_SEQ_LEN} tokens.")
-    rows = largest_divisor(batch, at_most)
-    if rows < min(at_most, batch):
-        print(
-            f"rows at a time: {at_most} is rounded down to {rows}, which divides {batch} per step"
-        )
-    return rows
-
-
 def accumulation_steps(rows):
     """Micro-batches of `rows` rows per step."""
-    return TOTAL_BATCH_SIZE // (rows * MAX_SEQ_LEN)
+    count, rest = divmod(TOTAL_BATCH_SIZE, rows * MAX_SEQ_LEN)
+    if rest:
+        fail(
+            f"TOTAL_BATCH_SIZE = {TOTAL_BATCH_SIZE} must be a multiple of {rows} rows of "
+            f"{MAX_SEQ_LEN} tokens; change it or DEVICE_BATCH_SIZE."
+        )
+    return count
 
 
-def choose_dtype(device):
+def choose_dtype():
     """The dtype of activations: bf16 where the hardware has it, otherwise fp16 on an NVIDIA GPU
     and fp32 elsewhere."""
-    if device.type == "cuda":
+    if DEVICE.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     capabilities = torch.cpu.get_capabilities()
     has_bf16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
@@ -343,14 +330,17 @@ def initialise(model, seed):
 
 
 # ---- Parameter groups ----
+def group(kind, params, lr, betas, decay=0.0):
+    """Returns a row of parameter_groups. Before each step `set_schedules` derives from it lr,
+    weight_decay and Muon's momentum, which rises to betas[0]."""
+    rates = {"peak_lr": lr, "betas": betas, "peak_decay": decay, "eps": EPS}
+    return {"kind": kind, "params": list(params), **rates}
+
+
 def parameter_groups(model):
-    """One row per group; each parameter of the model is in exactly one. Muon takes the matrices in
-    the blocks, a group per shape; AdamW takes the rest. Before each step `set_schedules` derives
-    lr, weight_decay and Muon's momentum from peak_lr, peak_decay and betas[0]."""
+    """Each parameter of the model is in exactly one group. Muon takes the matrices in the blocks, a
+    group per shape; AdamW takes the rest."""
     scale = (model.config.n_embd / 768) ** WIDTH_LR_POWER
-    head_lr = UNEMBEDDING_LR * scale
-    table_lr = EMBEDDING_LR * scale
-    head = list(model.lm_head.parameters())
     tables = [embedding.weight for embedding in embeddings(model)]
     x0 = [] if model.x0_lambdas is None else [model.x0_lambdas]
     vectors = [p for p in model.blocks.parameters() if p.ndim < 2]  # none, as shipped
@@ -360,26 +350,22 @@ def parameter_groups(model):
             matrices[p.shape].append(p)
 
     # At step 0 the blocks add nothing: the lambdas' gradient is rounding, of which Adam makes a
-    # whole step. It stays, since without it val_bpb was 0.011 ± 0.006 worse in bf16 and 0.016 ±
-    # 0.004 in fp32 (eight seeds, 120 steps of English).
-    # fmt: off
-    columns =    ("kind",  "params",              "peak_lr",  "betas",    "peak_decay", "eps")
-    rows = [
-                 ("adamw", head,                  head_lr,    ADAM_BETAS, 0.0,          EPS),
-                 ("adamw", tables,                table_lr,   ADAM_BETAS, 0.0,          EPS),
-                 ("adamw", [model.resid_lambdas], RESID_LR,   ADAM_BETAS, 0.0,          EPS),
-                 ("adamw", x0,                    SCALAR_LR,  X0_BETAS,   0.0,          EPS),
-                 ("adamw", vectors,               VECTOR_LR,  ADAM_BETAS, 0.0,          EPS),
+    # whole step. It stays: without it val_bpb was 0.011 ± 0.006 worse in bf16, and 0.016 ± 0.004
+    # in fp32 (eight seeds, 120 steps).
+    groups = [
+        group("adamw", model.lm_head.parameters(), UNEMBEDDING_LR * scale, ADAM_BETAS),
+        group("adamw", tables, EMBEDDING_LR * scale, ADAM_BETAS),
+        group("adamw", [model.resid_lambdas], RESID_LR, ADAM_BETAS),
+        group("adamw", x0, SCALAR_LR, X0_BETAS),
+        group("adamw", vectors, VECTOR_LR, ADAM_BETAS),
     ]
     for params in matrices.values():
-        rows += [("muon",  params,                MATRIX_LR,  MUON_BETAS, WEIGHT_DECAY, EPS)]
-    # fmt: on
-    groups = [dict(zip(columns, row, strict=True)) for row in rows]
-    count = Counter(id(p) for group in groups for p in group["params"])
+        groups.append(group("muon", params, MATRIX_LR, MUON_BETAS, WEIGHT_DECAY))
+    count = Counter(id(p) for row in groups for p in row["params"])
     wrong = [name for name, p in model.named_parameters() if count[id(p)] != 1]
     if wrong:
         fail(f"not in exactly one row of parameter_groups: {', '.join(wrong)}; fix the rows.")
-    return [group for group in groups if group["params"]]
+    return [row for row in groups if row["params"]]
 
 
 # ---- Optimizer ----
@@ -397,7 +383,7 @@ POLAR_EXPRESS = (
 
 
 def orthogonalise(g, dtype):
-    """Approximates the nearest orthogonal matrices to a stack g [K, rows, cols], in `dtype`."""
+    """Approximates the orthogonal matrices nearest to a stack g [K, rows, cols], in `dtype`."""
     # The Frobenius norm bounds the singular values; 1.02 keeps them below 1 after rounding.
     x = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     x = x.to(dtype)
@@ -474,8 +460,7 @@ class MuonAdamW:
         update = self.muon_update(
             stack, grads, group["exp_avg"], group["exp_avg_sq"], *scalars, group["eps"], self.dtype
         )
-        for p, change in zip(params, update, strict=True):
-            p.sub_(change)
+        torch._foreach_sub_(params, update.unbind())
 
 
 # ---- Schedules ----
@@ -504,60 +489,31 @@ def set_schedules(optimizer, progress, step):
 
 
 # ---- Training loop ----
-def train_step(model, optimizer, batch, batches, micro_batches):
-    """Takes one optimizer step over micro-batches, of which `batch` is the first. Returns their
-    mean loss, a 0-D tensor that a GPU may still be computing, and the next step's first batch."""
+def train_step(model, optimizer, batches):
+    """Takes one optimizer step over a list of batches. Returns their mean loss, a 0-D tensor that a
+    GPU may still be computing."""
     total = 0.0
-    for _ in range(micro_batches):
-        inputs, targets, _ = batch
-        loss = model(inputs, targets) / micro_batches
+    for inputs, targets, _ in batches:
+        loss = model(inputs, targets) / len(batches)
         optimizer.scaler.scale(loss).backward()
         total = total + loss.detach()
-        batch = next(batches)
     optimizer.scaler.step(optimizer)  # in fp16 it skips the step if a gradient has overflowed
     optimizer.scaler.update()
     model.zero_grad(set_to_none=True)
-    return total, batch
+    return total
 
 
-# Dense 16-bit peaks in TFLOP/s by the names that torch gives, from the vendors' data sheets. Those
-# of a GeForce are its tensor cores x its boost clock x 128, as the sheets that name them have it.
-# fmt: off
-PEAK_TFLOPS = {
-    "NVIDIA B200": 2250, "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835,
-    "NVIDIA H100 PCIe": 756, "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA A100 80GB PCIe": 312, "NVIDIA L40S": 362, "NVIDIA RTX A6000": 154.8,
-    "NVIDIA A10": 125, "NVIDIA L4": 121, "Tesla T4": 65,
-    "NVIDIA GeForce RTX 5090": 209.5, "NVIDIA GeForce RTX 5080": 112.6,
-    "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 4080": 97.5,
-    "NVIDIA GeForce RTX 4070": 58.3, "NVIDIA GeForce RTX 3090 Ti": 80,
-    "NVIDIA GeForce RTX 3090": 71, "NVIDIA GeForce RTX 3060": 25.5,
-}
-# fmt: on
-
-
-def mfu_percent(flops_per_token):
-    """Returns the model FLOPs utilisation, the share of the GPU's peak that the run has reached, or
-    None if the GPU is not in the table."""
-    peak = PEAK_TFLOPS.get(DEVICE_NAME)
-    return 100 * flops_per_token * tokens_per_second() / (peak * 1e12) if peak else None
-
-
-def train(model, optimizer, batches, micro_batches):
-    """Takes steps until TIME_BUDGET is over. Returns their number. Reading a loss waits for the
-    GPU, so each loss is read only after the next step's launch."""
+def train(model, optimizer, loader, micro_batches):
+    """Takes steps of `micro_batches` batches until TIME_BUDGET is over. Returns their number."""
     step = 0
-    loss = None
-    batch = next(batches)  # starts the clock
+    batches = list(itertools.islice(loader, micro_batches))  # starts the clock
     while elapsed() < TIME_BUDGET:
         progress = elapsed() / TIME_BUDGET
         set_schedules(optimizer, progress, step)
-        last_loss = loss
-        loss, batch = train_step(model, optimizer, batch, batches, micro_batches)
-        if step > 0:
-            log_step(step, last_loss, lr=f"x{lr_factor(progress):.2f}", epoch=batch[2])
+        loss = train_step(model, optimizer, batches)
+        batches = list(itertools.islice(loader, micro_batches))  # while a GPU is busy
         step += 1
-    log_step(step, loss)
+        log_step(step, loss, lr=f"x{lr_factor(progress):.2f}", epoch=batches[-1][2])  # waits for it
     return step
 
 
@@ -583,7 +539,9 @@ def load_fa3():
         if folder.parent.name == "snapshots":  # where the hub keeps a download, by its commit
             snapshot = folder.name[:8]
             if os.access(CACHE, os.W_OK):
-                pin.write_text(str(folder))
+                new = pin.with_suffix(f".{os.getpid()}")
+                new.write_text(str(folder))
+                new.replace(pin)  # since another run may be reading it
 
     def attend(q, k, v, window):
         size = window_size(window, q.shape[1])
@@ -595,19 +553,26 @@ def load_fa3():
 
 
 def window_size(window, T):
-    """Returns the pair that flash attention takes: (-1, 0) if the window covers the row, which on
-    some GPUs selects a faster kernel."""
+    """Returns what flash attention takes: (-1, 0), for which some GPUs have a faster kernel, if the
+    window covers the row."""
     return (-1, 0) if window >= T - 1 else (window, 0)
 
 
 def load_varlen():
-    """torch's own flash attention; only its varlen interface takes a window."""
+    """torch's own attention; only its varlen interface takes a window. torch's log tells which
+    kernels it takes, and so does the record."""
     if torch.cuda.get_device_capability() < (8, 0):
         raise RuntimeError("needs compute capability 8.0")
     from torch.nn.attention.varlen import varlen_attn
 
-    if current_flash_attention_impl():  # a rung before this one switched torch to FlashAttention 4
+    if current_flash_attention_impl():  # load_fa4 has failed after this call
         restore_flash_attention_impl()
+
+    kernels = set()
+    logger = logging.getLogger("torch.nn.attention.varlen")
+    logger.setLevel(logging.INFO)
+    # "Using cuDNN backend for varlen_attn"; as add returns None, the line is not printed.
+    logger.filters = [lambda record: kernels.add(record.getMessage().split()[1])]
 
     def attend(q, k, v, window):
         B, T = q.shape[:2]
@@ -617,6 +582,7 @@ def load_varlen():
         out = varlen_attn(q, k, v, ends, ends, T, T, window_size=size, enable_gqa=True)
         return out.unflatten(0, (B, T))
 
+    attend.kernels = kernels
     return attend
 
 
@@ -634,10 +600,10 @@ def load_fa4():
 def attend_blocks(q, k, v, window):
     """Cuts the row into N blocks of queries. Each sees the keys of its own block and of the
     `before` blocks ahead of it, as far as the window reaches. Compiled for a CPU, with a short
-    window, this is three to seven times as fast as sdpa. Its softmax subtracts no maximum, which
-    saves another twentieth of a step: QK-norm keeps the scores within +-sqrt(D)."""
+    window, this is three to seven times as fast as sdpa. Its softmax subtracts no maximum, a
+    twentieth of a step, since QK-norm keeps the scores within +-sqrt(D)."""
     T = q.shape[1]
-    size = largest_divisor(T, CPU_QUERY_BLOCK)
+    size = math.gcd(T, CPU_QUERY_BLOCK)
     before = math.ceil(window / size)
     if (before + 1) * size >= T:  # the window spans all blocks: use one
         size = T
@@ -697,17 +663,17 @@ BACKEND_ORDER = {
 ATTENTION_TOLERANCE = 0.02  # relative; bf16 rounding gives 0.004, a wrong window over 0.1
 
 
-def probe_attention(attend, device, config):
+def probe_attention(attend, config):
     """Compares forward and backward with sdpa in fp32, at the real sizes and windows, since a
     kernel that imports may still be wrong. Raises RuntimeError."""
-    if COMPILE and device.type == "cuda":
+    if COMPILE and DEVICE.type == "cuda":
         attend = torch.compile(attend, dynamic=False)  # may fail although the kernel works
     generator = torch.Generator().manual_seed(0)
     # For q, k, v and the gradient of the output:
     heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
     for window in sorted(set(config.windows)):
         shapes = [(1, config.sequence_len, count, config.head_dim) for count in heads]
-        tensors = [torch.randn(s, generator=generator).to(device, config.dtype) for s in shapes]
+        tensors = [torch.randn(s, generator=generator).to(DEVICE, config.dtype) for s in shapes]
         results = []
         for function, precision in ((attend, config.dtype), (attend_sdpa, torch.float32)):
             *inputs, grad = (x.to(precision, copy=True).requires_grad_() for x in tensors)
@@ -720,23 +686,23 @@ def probe_attention(attend, device, config):
 
 
 def describe(error):
-    """Returns an error as one line: the compiler's `error:` line if there is one, else the first
-    paragraph."""
+    """Returns an error as one line: the compiler's `error:` line, or the first paragraph."""
     text = str(error).strip()
     line = next((line for line in text.splitlines() if "error: " in line), "")
     reason = line[-180:] or " ".join(text.split("\n\n")[0].split())[:180]
     return f"{type(error).__name__}: {reason.strip()}"
 
 
-def choose_attention(device, config):
+def choose_attention(config):
     """Returns (name, attend) of the first back-end for this device that passes the probe; prints
     why others were rejected."""
-    names = BACKEND_ORDER[device.type] if ATTENTION == "auto" else (ATTENTION,)
+    names = BACKEND_ORDER[DEVICE.type] if ATTENTION == "auto" else (ATTENTION,)
     for name in names:
         try:
             attend = BACKENDS[name]()
-            probe_attention(attend, device, config)
-            return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
+            probe_attention(attend, config)
+            kernels = sorted(getattr(attend, "kernels", ()))
+            return " ".join([name, *getattr(attend, "snapshot", "").split(), *kernels]), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
     return fail(
@@ -764,68 +730,60 @@ def build(config, attend, compiles):
     return model, compiled_model, MuonAdamW(parameter_groups(model), config.dtype, update)
 
 
-def rehearse(rows, *parts):
-    """Runs two training steps and one evaluation batch on random tokens, so that everything is
-    compiled and known to fit. It builds a model of its own, so that nothing of this reaches the
-    run but compiled code."""
-    model, compiled_model, optimizer = build(*parts)
-    inputs = torch.randint(model.config.vocab_size, (rows, MAX_SEQ_LEN), device=DEVICE)
+def for_evaluation(model, compiled_model):
+    """Returns the model to score. On a CPU that is the uncompiled one: compiling takes 20 s after
+    each change and saves 2 s."""
+    return compiled_model if model.lm_head.weight.device.type == "cuda" else model
+
+
+def rehearse(rows, config, attend, compiles):
+    """Runs a training step and an evaluation batch on random tokens, so that everything is compiled
+    and known to fit. Its model is thrown away: only compiled code reaches the run."""
+    micro_batches = min(accumulation_steps(rows), 2)  # the first allocates gradients that all use
+    model, compiled_model, optimizer = build(config, attend, compiles)
+    inputs = torch.randint(config.vocab_size, (rows, MAX_SEQ_LEN), device=DEVICE)
     batch = (inputs, inputs.clone(), 0)  # the same tensor twice would compile differently
     set_schedules(optimizer, 0.0, 0)
-    # The first step allocates the optimizer's state, too. Two micro-batches are enough: the first
-    # allocates the gradients, the second adds to them.
-    count = min(accumulation_steps(rows), 2)
-    for _ in range(2):
-        train_step(compiled_model, optimizer, batch, itertools.repeat(batch), count)
-    inputs = torch.randint(model.config.vocab_size, (EVAL_BATCH, MAX_SEQ_LEN), device=DEVICE)
+    optimizer.step()  # compiles and allocates; in fp16 the scaler may skip the step below
+    train_step(compiled_model, optimizer, [batch] * micro_batches)
+    inputs = torch.randint(config.vocab_size, (EVAL_BATCH, MAX_SEQ_LEN), device=DEVICE)
     model.eval()
     with torch.no_grad():
         for_evaluation(model, compiled_model)(inputs)
 
 
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds per period, or "max"
-
-
-def for_evaluation(model, compiled_model):
-    """Returns the model to score. On a CPU it is the uncompiled one: compiling takes 20 s after
-    each change to the model and would save 2 s per run."""
-    return compiled_model if model.lm_head.weight.device.type == "cuda" else model
-
-
 def is_out_of_memory(error):
-    """CUDA raises an error of its own type; MPS, CPUs and compilers raise others, with these
-    words."""
+    """CUDA's error has a type of its own; those of MPS, CPUs and compilers have these words."""
     words = ("out of memory", "allocate memory")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def can_compile(device):
-    """On a CPU compiles a sum. If even that fails, the machine lacks a compiler or Python's
-    headers, and no bug in the model is to blame. Prints the reason."""
-    if device.type == "cuda":
+def can_compile():
+    """On a CPU compiles a sum. If that fails, the machine lacks a compiler or Python's headers, and
+    the model has no bug. Prints the reason."""
+    if DEVICE.type == "cuda":
         return True
     try:
-        torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+        torch.compile(lambda x: x + 1)(torch.zeros(1, device=DEVICE))
         return True
     except Exception as error:
         print(f"continuing without compilation, which is slower: {describe(error)}")
         return False
 
 
-def warm_up(*parts):
+def warm_up(config, attend, compiles):
     """Rehearses with DEVICE_BATCH_SIZE rows at a time, halved until they fit in memory. Returns
     their number."""
-    rows = rows_at_a_time(DEVICE_BATCH_SIZE)
+    rows = max(min(DEVICE_BATCH_SIZE, TOTAL_BATCH_SIZE // MAX_SEQ_LEN), 1)
     while True:
         try:
-            rehearse(rows, *parts)
+            rehearse(rows, config, attend, compiles)
             break
         except Exception as error:
             if rows == 1 or not is_out_of_memory(error):
                 raise
-        fewer = rows_at_a_time(rows // 2)
-        print(f"out of memory: {rows} -> {fewer} rows at a time; a step stays the same")
-        rows = fewer
+        print(f"out of memory: {rows} -> {rows // 2} rows at a time; a step stays the same")
+        rows //= 2
         torch._dynamo.reset()  # drops what was compiled for more rows
         gc.collect()
         torch.accelerator.empty_cache()
@@ -835,10 +793,12 @@ def warm_up(*parts):
     return rows
 
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds per period, or "max"
+
+
 def tune_cpu():
-    """Keeps glibc from returning freed memory, which the kernel would have to zero again (a tenth
-    of each step), limits threads to a container's quota, which torch ignores, and starts none of
-    the processes that compile Triton."""
+    """Keeps glibc from returning freed memory, which the kernel would zero again (a tenth of a
+    step), limits threads to a container's quota, and starts no processes that compile Triton."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -855,18 +815,20 @@ def tune_cpu():
 def main():
     if sys.argv[1:]:
         fail("train.py takes no arguments; its knobs are at the top of the file.")
-    device = start()
-    if device.type == "cpu":
+    start()
+    if DEVICE.type == "cpu":
         tune_cpu()
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
     tokenizer = Tokenizer.from_directory()
-    config = derive_config(tokenizer.get_vocab_size(), choose_dtype(device))
-    backend, attend = choose_attention(device, config)
-    parts = (config, attend, COMPILE and can_compile(device))
-    if COMPILE:
+    config = derive_config(tokenizer.get_vocab_size(), choose_dtype())
+    backend, attend = choose_attention(config)
+    compiles = COMPILE and can_compile()
+    if compiles:
         print("warming up: 10 s, or up to two minutes if the model has to be compiled", flush=True)
-    rows = warm_up(*parts)
-    model, compiled_model, optimizer = build(*parts)
+    rows = warm_up(config, attend, compiles)
+    model, compiled_model, optimizer = build(config, attend, compiles)
+    gc.freeze()  # or the collector would search for seconds what was there before training
+    atexit.register(gc.unfreeze)  # or bindings complain of leaks
 
     num_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token()
@@ -875,19 +837,18 @@ def main():
         f"windows {config.windows}, {num_params / 1e6:.1f} M parameters, {flops_per_token:.2e} "
         f"FLOPs per token, {config.dtype}, attention {backend}, torch {torch.__version__}"
     )
-    micro_batches = accumulation_steps(rows)
-    size = f"{micro_batches} x {rows} rows = {TOTAL_BATCH_SIZE} tokens"
-    print(f"training: steps of {size}", flush=True)
+    count = accumulation_steps(rows)
+    print(f"training: steps of {count} x {rows} rows = {TOTAL_BATCH_SIZE} tokens", flush=True)
 
-    batches = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
-    steps = train(compiled_model, optimizer, batches, micro_batches)
+    loader = make_dataloader(tokenizer, rows, MAX_SEQ_LEN)
+    steps = train(compiled_model, optimizer, loader, count)
     evaluate_bpb(
         for_evaluation(model, compiled_model),
         tokenizer,
         rows,
-        mfu_percent=mfu_percent(flops_per_token),
         num_steps=steps,
         num_params_M=num_params / 1e6,
+        flops_per_token=flops_per_token,
         depth=DEPTH,
         attention=backend,
     )

@@ -14,7 +14,6 @@ the speed relative to the first argument, the median over the turns.
 """
 
 import argparse
-import itertools
 import math
 import sys
 import tempfile
@@ -128,9 +127,9 @@ def build(train):
     device = prepare.DEVICE
     if device.type == "cpu":
         train.tune_cpu()
-    config = train.derive_config(prepare.VOCAB_SIZE, train.choose_dtype(device))
-    _, attend = train.choose_attention(device, config)
-    parts = (config, attend, train.COMPILE and train.can_compile(device))
+    config = train.derive_config(prepare.VOCAB_SIZE, train.choose_dtype())
+    _, attend = train.choose_attention(config)
+    parts = (config, attend, train.COMPILE and train.can_compile())
     rows = train.warm_up(*parts)
     _, compiled_model, optimizer = train.build(*parts)
     train.set_schedules(optimizer, 0.0, 0)
@@ -138,14 +137,12 @@ def build(train):
     # frequent, and the gradient of a repeated token's embedding takes longer to sum up.
     shape = (2, rows, train.MAX_SEQ_LEN)
     drawn = torch.rand(shape, device=device).mul(math.log(prepare.VOCAB_SIZE)).exp().long() - 1
-    batch = (*drawn, 0)
-    count = train.accumulation_steps(rows)
+    batches = [(*drawn, 0)] * train.accumulation_steps(rows)
 
     def take_step():
         """Returns the seconds of a step; reading the loss waits for a GPU."""
         begun = perf_counter()
-        batches = itertools.repeat(batch)
-        train.train_step(compiled_model, optimizer, batch, batches, count)[0].item()
+        train.train_step(compiled_model, optimizer, batches).item()
         return perf_counter() - begun
 
     return train.TOTAL_BATCH_SIZE, take_step

@@ -411,7 +411,7 @@ def examine(name, rungs, rows):
     hub.get_kernel = lambda *arguments, **options: fa3_stand_in()
     sys.modules["kernels"] = hub
     device = torch.device("cuda")
-    dtype = train.choose_dtype(device)
+    dtype = train.choose_dtype()
     config = train.derive_config(prepare.VOCAB_SIZE, dtype)
     for rung in rungs or train.BACKEND_ORDER["cuda"]:
         with contextlib.suppress(RuntimeError):  # a rung that this card does not have
@@ -438,9 +438,8 @@ def examine(name, rungs, rows):
                 inputs, targets = torch.randint(prepare.VOCAB_SIZE, shape, device=device)
                 yield inputs, targets, 0
 
-        batches = random_batches()
-        batch = next(batches)
-        _, batch = train.train_step(compiled_model, optimizer, batch, batches, 2)  # compiles
+        loader = random_batches()
+        train.train_step(compiled_model, optimizer, [next(loader), next(loader)])  # compiles
         for kernel in kernels:
             kernel.launches = 0
         for tensor in (*model.parameters(), *model.buffers()):
@@ -449,7 +448,8 @@ def examine(name, rungs, rows):
         for tensor in (state[name] for state in states for name in ("exp_avg", "exp_avg_sq")):
             meter.see(tensor)
         with meter.mode:
-            _, (inputs, _, _) = train.train_step(compiled_model, optimizer, batch, batches, 2)
+            train.train_step(compiled_model, optimizer, [next(loader), next(loader)])
+            inputs, _, _ = next(loader)
         launches = sum(kernel.launches for kernel in kernels)
         training_peak = meter.peak
         model.eval()

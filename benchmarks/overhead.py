@@ -73,14 +73,14 @@ def linear_rows(documents, row_len, buffer_docs=prepare.BUFFER_DOCS):
 
 def packing_ways(count):
     """Returns the ways to pack `count` training rows, whose buffers are full."""
-    ends = prepare._run.ends
+    data = prepare.begin_run()
 
     def pack(rows):
         return prepare.MAX_SEQ_LEN * sum(1 for _ in itertools.islice(rows, count))
 
     ways = {}
     for name, pack_rows in (("linear scan", linear_rows), ("pack_rows", prepare.pack_rows)):
-        documents = (prepare._run.tokens[slice(*pair)] for pair in itertools.pairwise(ends))
+        documents = (data.tokens[slice(*pair)] for pair in itertools.pairwise(data.ends))
         rows = pack_rows(documents, prepare.MAX_SEQ_LEN + 1)
         next(rows)  # fills the buffer
         ways[name] = partial(pack, rows)
@@ -90,8 +90,8 @@ def packing_ways(count):
 def metric_ways(count):
     """Returns the ways to score `count` random rows."""
     T = prepare.MAX_SEQ_LEN
-    config = train.derive_config(prepare.VOCAB_SIZE, train.choose_dtype(prepare.DEVICE))
-    _, attend = train.choose_attention(prepare.DEVICE, config)
+    config = train.derive_config(prepare.VOCAB_SIZE, train.choose_dtype())
+    _, attend = train.choose_attention(config)
     model, compiled_model, _ = train.build(config, attend, train.COMPILE)
     model = train.for_evaluation(model, compiled_model).eval()
     rng = np.random.default_rng(0)

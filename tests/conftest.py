@@ -50,6 +50,9 @@ def fresh_run(monkeypatch):
     """Resets prepare.py to what a new process finds: nothing started, nothing scored. All tests run
     in one script, pytest, so locking its folder is switched off."""
     monkeypatch.setattr(prepare, "_run", prepare.Run())
+    monkeypatch.setattr(prepare, "_opened", set())
     monkeypatch.setattr(prepare, "_imported", prepare._now())
+    prepare.begin_run.cache_clear()
+    prepare.current_commit.cache_clear()
     monkeypatch.setattr(prepare, "lock", lambda folder: True)
     return prepare._run

@@ -16,8 +16,6 @@ from torch.nn import attention
 from torch.nn.attention import varlen
 from torch.nn.attention._fa4 import register_flash_attention_fa4
 
-CPU = torch.device("cpu")
-
 
 # ---- Results of back-ends ----
 def masked_softmax(q, k, v, window):
@@ -66,12 +64,12 @@ PROBED = tiny(heads=4, windows=[8, 32])  # two heads of keys and values
 def test_a_wrong_back_end_is_refused(name):
     kind = "dk" if name == "gradient" else "forward"
     with pytest.raises(RuntimeError, match=rf"^{kind} is off by (\d\.\d+|nan) at window \d+$"):
-        train.probe_attention(WRONG[name], CPU, PROBED)
+        train.probe_attention(WRONG[name], PROBED)
 
 
 def test_rounding_to_bf16_passes():
     config = tiny(windows=[8, 32], dtype=torch.bfloat16)
-    train.probe_attention(train.attend_blocks, CPU, config)
+    train.probe_attention(train.attend_blocks, config)
 
 
 # ---- Choosing a back-end ----
@@ -86,13 +84,13 @@ def test_a_run_takes_the_first_back_end_that_passes_or_the_one_that_is_forced(mo
         "good": lambda: masked_softmax,
     }
     set_knobs(monkeypatch, BACKENDS=backends, BACKEND_ORDER={"cpu": tuple(backends)})
-    assert train.choose_attention(CPU, PROBED) == ("good", masked_softmax)
+    assert train.choose_attention(PROBED) == ("good", masked_softmax)
     first, second = capsys.readouterr().out.splitlines()
     assert first == "attention: not missing: ImportError: no such module"
     assert second.startswith("attention: not wrong: RuntimeError: forward is off by ")
     set_knobs(monkeypatch, ATTENTION="missing")
     with pytest.raises(SystemExit, match="2"):
-        train.choose_attention(CPU, PROBED)
+        train.choose_attention(PROBED)
     said = capsys.readouterr()
     assert said.out == f"{first}\n"
     assert said.err.startswith("error: no attention back-end works, for the reasons above; ")
@@ -136,7 +134,8 @@ def test_a_gpu_gets_the_fastest_that_it_can_run(hub, monkeypatch, device, capabi
     ladder = train.BACKEND_ORDER | {"cuda": ("fa3", "varlen", "sdpa")}  # without flash-attn-4
     set_knobs(monkeypatch, probe_attention=lambda *arguments: None, BACKEND_ORDER=ladder)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert train.choose_attention(torch.device(device), PROBED)[0] == taken
+    set_knobs(monkeypatch, DEVICE=torch.device(device))
+    assert train.choose_attention(PROBED)[0] == taken
 
 
 # ---- Calls into packages ----
@@ -236,16 +235,16 @@ def switch(monkeypatch):
 
 
 def test_fa4_is_taken_where_its_kernels_are_right(switch, capsys):
-    name, attend = train.choose_attention(CPU, PROBED)
-    assert (name, capsys.readouterr().out) == ("fa4 4.0", "")
+    name, attend = train.choose_attention(PROBED)
+    assert (name, capsys.readouterr().out) == ("fa4 4.0 Flash", "")
     assert attention.current_flash_attention_impl() == "FA4"
 
 
 @pytest.mark.parametrize("change", [{"window": 1}, {"gradient": 1.1}])
 def test_a_wrong_fa4_is_refused_and_leaves_no_trace(switch, capsys, change):
     switch |= change
-    name, attend = train.choose_attention(CPU, PROBED)
-    assert name == "varlen"
+    name, attend = train.choose_attention(PROBED)
+    assert name == "varlen Flash"
     assert capsys.readouterr().out.startswith("attention: not fa4: RuntimeError: ")
     assert attention.current_flash_attention_impl() is None
     got = values_and_gradients(attend, 20, 2, 7)

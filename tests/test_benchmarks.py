@@ -114,8 +114,9 @@ def test_leaks_show_the_tokens_that_they_should(leak, seen):
 def test_leaks_and_honest_models(call, tiny, cache, fresh_run, monkeypatch):
     for knob in ("SHORT_WINDOW", "LOGIT_SOFTCAP"):
         monkeypatch.setattr(train, knob, getattr(train, knob))
-    prepare.start()
-    prepare._run.rows = prepare._run.rows[:32]  # to save time
+    data = prepare.load()
+    some = data._replace(rows=data.rows[:32])  # to save time
+    monkeypatch.setattr(prepare, "begin_run", lambda: some)
     options = ("--steps", 1, "--draws", 2)
     monkeypatch.setattr(prepare, "PROBE_PEAK", 1e-4)  # two steps teach little of a leak
     table, _ = call(leaks.main, "prefix of 96", *options, "--more", 2)
@@ -124,6 +125,15 @@ def test_leaks_and_honest_models(call, tiny, cache, fresh_run, monkeypatch):
     monkeypatch.setattr(leaks, "HONEST", [(2, torch.float32)])
     _, output = call(leaks.main, "--honest", *options)
     assert "| 2 | float32 | 0 of 2 | isolation: " in output
+    table, _ = call(
+        leaks.main, "--memory", "none", "last six", "contexts known from training", *options
+    )
+    assert table["none"][1:] == ["0 of 2", "-"]
+    assert (
+        table["last six"][1:]
+        == table["contexts known from training"][1:]
+        == ["2 of 2", "foresight 2"]
+    )
 
 
 # ---- Whole runs ----

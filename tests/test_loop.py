@@ -23,10 +23,8 @@ def test_micro_batches_add_up_to_the_batch():
         model = build(tiny())
         x = tokens(model.config, B=4).chunk(split)
         y = tokens(model.config, B=4, seed=5).chunk(split)
-        batches = iter([*zip(x, y, range(split), strict=True), (None, None, "next"), "later"])
         optimizer = build_optimizer(model)
-        loss, batch = train.train_step(model, optimizer, next(batches), batches, split)
-        assert batch[2] == "next" and list(batches) == ["later"]
+        loss = train.train_step(model, optimizer, [*zip(x, y, range(split), strict=True)])
         assert {int(state["step"]) for state in optimizer.adamw.state.values()} == {1}
         assert loss.shape == () and not loss.requires_grad
         results.append((loss, [p.detach() for p in model.parameters()]))
@@ -37,32 +35,41 @@ def test_micro_batches_add_up_to_the_batch():
 @pytest.mark.parametrize(
     ("cost", "launch"), [(0.25, 0), (0, 0.25), (0.001, 0.002), (0.3, 0.9), (25, 0)]
 )
-def test_training_ends_with_the_budget_and_keeps_a_device_busy(monkeypatch, cost, launch):
-    """A step takes `launch` seconds and then `cost` seconds of the device. Reading its loss waits
-    for the device, so it is read only after the next step's launch."""
+def test_each_loss_is_read_after_its_step_and_batches_are_packed_meanwhile(
+    monkeypatch, cost, launch
+):
+    """A step takes `launch` seconds and then `cost` seconds of the device. Packing its successor's
+    two batches takes 0.1 seconds each, in which the device works. Reading a loss waits for it."""
     machine = SimpleNamespace(now=0.0, idle_at=0.0, steps=0)
     logged = []
+
+    def loader():
+        for number in itertools.count():
+            machine.now += 0.1 if number > 1 else 0
+            yield None, None, number
 
     def set_schedules(optimizer, progress, step):
         assert (progress, step) == (machine.now / 10, machine.steps)
 
-    def train_step(model, optimizer, batch, batches, micro_batches):
+    def train_step(model, optimizer, batches):
+        assert [number for *_, number in batches] == [2 * machine.steps, 2 * machine.steps + 1]
         machine.now += launch
-        machine.idle_at = max(machine.idle_at, machine.now) + cost
+        machine.idle_at = machine.now + cost
         machine.steps += 1
-        return (machine.steps, machine.idle_at), next(batches)
+        return machine.steps, machine.idle_at
 
-    def log_step(step, loss, **shown):
+    def log_step(step, loss, lr, epoch):
         number, ready = loss
         machine.now = max(machine.now, ready)
-        logged.append((step, number, machine.steps))
+        assert (step, epoch) == (number, 2 * number + 1)
+        logged.append(number)
 
     set_knobs(monkeypatch, set_schedules=set_schedules, train_step=train_step, log_step=log_step)
     set_knobs(monkeypatch, elapsed=lambda: machine.now, TIME_BUDGET=10.0)
-    count = train.train(None, None, itertools.repeat((None, None, 1)), 1)
-    assert count == machine.steps
-    assert 10 <= machine.now < 10 + 2 * (cost + launch) + 1e-9
-    assert logged == [*((i, i, i + 1) for i in range(1, count)), (count, count, count)]
+    count = train.train(None, None, loader(), 2)
+    assert logged == [*range(1, count + 1)]
+    assert machine.now == pytest.approx(count * (launch + max(cost, 0.2)))
+    assert 10 <= machine.now < 10 + launch + max(cost, 0.2)
 
 
 # ---- The rehearsal ----
@@ -108,7 +115,7 @@ def a_run():
     ],
 )
 def test_a_rehearsal_finds_rows_that_fit_and_leaves_no_trace(monkeypatch, capsys, where, error):
-    """It takes two steps of two micro-batches and an evaluation batch. No buffer, counter, random
+    """It takes a step of two micro-batches and scores an evaluation batch. No buffer, counter, random
     number of dropout or state of the optimizer stays, nor, after a failure, memory."""
     set_knobs(monkeypatch, **SIZES, GPT=Watched)
     before = a_run()
@@ -122,12 +129,12 @@ def test_a_rehearsal_finds_rows_that_fit_and_leaves_no_trace(monkeypatch, capsys
         initialise(model, seed)
 
     function = getattr(*where)
+    errors = [error, error] if error else []
 
     def failing(*arguments):
         out = function(*arguments)
-        rows, training = Watched.calls[-1]
-        if error and training and rows > 1:
-            raise error()
+        if errors:
+            raise errors.pop()()
         return out
 
     rows = 1 if error else 4
@@ -135,28 +142,58 @@ def test_a_rehearsal_finds_rows_that_fit_and_leaves_no_trace(monkeypatch, capsys
         set_knobs(patch, initialise=watched)
         patch.setattr(*where, failing)
         assert train.warm_up(*PARTS, False) == rows
-    assert Watched.calls[-5:] == [(rows, True)] * 4 + [(16, False)]
+    assert Watched.calls[-3:] == [(rows, True)] * 2 + [(16, False)]
     assert len(models) == (3 if error else 1)
     assert ("out of memory: 2 -> 1 rows at a time; " in capsys.readouterr().out) == bool(error)
     assert all(map(torch.equal, a_run(), before))
 
 
 @pytest.mark.parametrize(
-    ("error", "rows"),
-    [("can't allocate memory", [12, 6, 3, 1]), ("a bug in the model", [12])],
+    ("batch", "error", "rows"),
+    [
+        (12, "can't allocate memory", [12, 6, 3, 1]),
+        (5, "can't allocate memory", [5, 2]),  # 2 is no part of 5: a sentence
+        (12, "a bug in the model", [12]),
+    ],
 )
-def test_fewer_rows_divide_the_batch_until_one_does_not_fit(monkeypatch, error, rows):
-    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=12 * T, DEVICE_BATCH_SIZE=12, MAX_SEQ_LEN=T)
+def test_rows_are_halved_until_they_fit_or_do_not_divide_the_batch(
+    monkeypatch, capsys, batch, error, rows
+):
+    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=batch * T, DEVICE_BATCH_SIZE=16, MAX_SEQ_LEN=T)
     tried = []
 
-    def rehearse(rows):
+    def rehearse(rows, *parts):
         tried.append(rows)
+        train.accumulation_steps(rows)
         raise RuntimeError(error)
 
     set_knobs(monkeypatch, rehearse=rehearse)
-    with pytest.raises(RuntimeError, match=error):
-        train.warm_up()
+    with pytest.raises((RuntimeError, SystemExit), match="2" if batch == 5 else error):
+        train.warm_up(*PARTS, False)
     assert tried == rows
+    said = capsys.readouterr().err
+    assert said.startswith("error: TOTAL_BATCH_SIZE = 80 must be") == (batch == 5)
+
+
+def test_the_rehearsal_runs_the_optimizer_even_if_fp16_skips_the_step(monkeypatch):
+    """GradScaler skips a step whose gradients overflow, as its first ones often do."""
+    set_knobs(monkeypatch, **SIZES)
+    updates = []
+    update = train.muon_update
+
+    def counted(*arguments):
+        updates.append(arguments)
+        return update(*arguments)
+
+    def build_it(*parts):
+        model, compiled_model, optimizer = built(*parts)
+        optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+        return model, compiled_model, optimizer
+
+    built = train.build
+    set_knobs(monkeypatch, build=build_it, muon_update=counted)
+    train.rehearse(4, tiny(T=T, dtype=torch.float16), train.attend_sdpa, False)
+    assert len(updates) == 4  # once for each shape
 
 
 # ---- Compilation ----
@@ -190,7 +227,7 @@ def test_on_a_cpu_that_cannot_compile_the_run_goes_on(monkeypatch, capsys):
 
     cause = "x.cpp:9:10: fatal error: Python.h: No such file"
     monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
-    assert not train.can_compile(torch.device("cpu"))
+    assert not train.can_compile()
     said = capsys.readouterr().out
     assert said == f"continuing without compilation, which is slower: RuntimeError: {cause}\n"
 

@@ -148,15 +148,15 @@ def test_a_gpu_may_be_hidden_but_not_unusable(monkeypatch, capsys, card, driver,
 
 
 def test_peak_memory_is_torch_s_count_on_a_gpu_otherwise_the_process_s(monkeypatch):
-    """On Linux, getrusage may count what a parent process held; macOS has nothing else."""
     monkeypatch.setattr(prepare, "DEVICE", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
     assert prepare.peak_memory() == 700
     monkeypatch.setattr(prepare, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(prepare.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=9))
     assert 2**26 < prepare.peak_memory() < 2**35
-    monkeypatch.setattr(Path, "read_text", lambda path: "")
-    assert prepare.peak_memory() == 9
+    monkeypatch.setattr(prepare.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=9))
+    for platform, unit in (("linux", 1024), ("darwin", 1)):  # macOS counts bytes
+        monkeypatch.setattr(sys, "platform", platform)
+        assert prepare.peak_memory() == 9 * unit
 
 
 @pytest.fixture
@@ -191,18 +191,19 @@ def clock(cache, monkeypatch, fresh_run, runs):
 
 # ---- Start ----
 def test_a_run_notes_once_what_runs_on_what(cache, fresh_run, runs, monkeypatch, capsys):
-    commit = prepare.current_commit()
     assert prepare.start() == prepare.DEVICE
-    monkeypatch.setattr(prepare, "current_commit", lambda: "a later commit")
+    commit = prepare.current_commit()
+    monkeypatch.setattr(subprocess, "run", None)  # a later commit does not count
     next(prepare.make_dataloader(None, 4, 64))
-    assert fresh_run.manifest == prepare.load_manifest()
-    assert fresh_run.commit == commit
+    assert prepare.begin_run().manifest == prepare.load_manifest()
+    assert prepare.current_commit() == commit
     said = capsys.readouterr().out
     assert said == f"run: small profile, 300 s, seed 42, commit {commit}, {prepare.DEVICE_NAME}\n"
 
 
 def test_the_commit_is_that_of_git_or_of_the_environment(tmp_path, monkeypatch):
     """Of git in this folder, whatever repository the environment names."""
+    monkeypatch.setattr(prepare, "current_commit", prepare.current_commit.__wrapped__)
     monkeypatch.setattr(prepare, "__file__", str(tmp_path / "prepare.py"))
     monkeypatch.delenv("AUTORESEARCH_COMMIT", raising=False)
     assert prepare.current_commit() == "none"
@@ -234,11 +235,11 @@ def made_up_run(run, startup, training, evaluation):
     run.scored = run.ended + evaluation
 
 
-def test_each_flag_has_its_limit(fresh_run):
+def test_each_flag_has_its_limit(fresh_run, monkeypatch):
     made_up_run(fresh_run, 299, 303.9, 299)
     assert prepare.find_flags() == "ok"
     made_up_run(fresh_run, 301, 304.1, 301)
-    fresh_run.opened = set("abc")
+    monkeypatch.setattr(prepare, "_opened", set("abc"))
     assert prepare.find_flags() == (
         "startup: 301.0 s, over 300; overtime: 304.1 s, over 304; evaluation: 301.0 s, over 300; "
         "opened: the run itself read a, b, c"
@@ -251,7 +252,7 @@ def test_reading_the_rulers_files_is_flagged(cache, fresh_run, runs, tmp_path, m
     np.save(tmp_path / prepare.ENDS_FILE, [1])  # a file of its own
     prepare.Tokenizer.from_directory()
     monkeypatch.chdir(prepare.PREPARED.parent)
-    assert fresh_run.opened == {prepare.TOKENS_FILE}
+    assert prepare._opened == {prepare.TOKENS_FILE}
     with open(f"small/../small/{prepare.ENDS_FILE}", "rb"):
         pass
     os.close(os.open(prepare.PREPARED / prepare.ROWS_FILE, os.O_RDONLY))
@@ -272,7 +273,8 @@ def refused(capsys, model, words):
 def test_evaluation_stops_the_clock_and_comes_once(own_cache, fresh_run, whole, runs, capsys):
     """It uses the files as they were at the start, whatever has become of them."""
     next(prepare.make_dataloader(None, 4, 64))
-    honest, _ = prepare.score(whole, fresh_run.rows.copy(), fresh_run.token_bytes, 0)
+    table = prepare.Tokenizer.from_directory().token_bytes
+    honest, _ = prepare.score(whole, prepare.begin_run().rows.copy(), table, 0)
     data = prepare.load_manifest()["data"]
     (prepare.PREPARED / prepare.ROWS_FILE).write_bytes(b"")
     (prepare.PREPARED / prepare.MANIFEST_FILE).write_text('{"data": "another"}')
@@ -375,7 +377,9 @@ def test_the_block_says_what_the_record_says(clock, fresh_run, runs, capsys):
     fresh_run.losses[3] = [3.0, 4.0]  # the others are interpolated
     stats = {"depth": 2, "mine": 'two: words, "quoted" #1', "rate": 0.0003, "betas": [0.8, "x"]}
     lies = dict.fromkeys(("val_bpb", "training_seconds", "seed", "total_tokens_M"), 0)
-    prepare.report(1.2345678, stats | lies)
+    told = prepare.report(1.2345678, stats | lies)
+    prepare.print_block(told)
+    prepare.write_record(told)
     [path] = runs.iterdir()
     record = json.loads(path.read_text())
     block = parse_block(capsys.readouterr().out)
@@ -401,7 +405,7 @@ def test_the_block_says_what_the_record_says(clock, fresh_run, runs, capsys):
         "seed": 42,
         "device": prepare.DEVICE_NAME,
         "integrity": "ok",
-        "commit": fresh_run.commit,
+        "commit": prepare.current_commit(),
         "data": prepare.load_manifest()["data"],
         "torch": torch.__version__,
         "prepare": prepare.file_hash(prepare.__file__)[:8],

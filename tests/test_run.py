@@ -22,15 +22,10 @@ import torch
 
 # ---- Knobs ----
 def test_sizes_are_rounded_aloud(monkeypatch, capsys):
-    """A batch smaller than DEVICE_BATCH_SIZE is no rounding."""
-    set_knobs(monkeypatch, TOTAL_BATCH_SIZE=12 * 512)
-    assert [train.rows_at_a_time(at_most) for at_most in (12, 99, 5)] == [12, 12, 4]
-    assert train.accumulation_steps(4) == 3
     set_knobs(monkeypatch, DEPTH=9, ASPECT_RATIO=57, HEAD_DIM=128, KV_HEADS=2)
     config = train.derive_config(100, torch.float32)
     assert (config.n_embd, config.n_head, config.n_kv_head, config.kv_dim) == (640, 5, 2, 256)
     assert capsys.readouterr().out.splitlines() == [
-        "rows at a time: 5 is rounded down to 4, which divides 12 per step",
         "width: DEPTH * ASPECT_RATIO = 513 is rounded up to 640",
     ]
 
@@ -53,12 +48,18 @@ def test_the_last_layer_is_never_short(monkeypatch, pattern, short, depth, every
 
 @pytest.mark.parametrize(
     ("knob", "value"),
-    [("TOTAL_BATCH_SIZE", 1000), ("WINDOW_PATTERN", ""), ("WINDOW_PATTERN", "S L")],
+    [
+        ("TOTAL_BATCH_SIZE", 1000),
+        ("TOTAL_BATCH_SIZE", 12 * 512),  # of which DEVICE_BATCH_SIZE, 8 rows, is no part
+        ("WINDOW_PATTERN", ""),
+        ("WINDOW_PATTERN", "S L"),
+    ],
 )
 def test_a_knob_that_does_not_fit_is_refused(monkeypatch, capsys, knob, value):
     set_knobs(monkeypatch, **{knob: value})
     with pytest.raises(SystemExit, match="2"):
-        train.derive_config(100, train.rows_at_a_time(8))
+        train.derive_config(100, torch.float32)
+        train.warm_up(None, None, False)
     assert capsys.readouterr().err.startswith(f"error: {knob} = {value!r} must ")
 
 
@@ -74,7 +75,8 @@ def test_a_knob_that_does_not_fit_is_refused(monkeypatch, capsys, knob, value):
 def test_a_device_computes_in_bf16_where_it_has_it(monkeypatch, device, has, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: has)
-    assert train.choose_dtype(torch.device(device)) == dtype
+    set_knobs(monkeypatch, DEVICE=torch.device(device))
+    assert train.choose_dtype() == dtype
 
 
 # ---- A run that ends with a score ----
@@ -104,9 +106,9 @@ def good(cache, tmp_path_factory):
 def test_a_run_ends_with_a_block_and_a_record_and_leaves_nothing_else(good):
     assert good.returncode == 0 and not good.changed, good.output
     block = parse_block(good.stdout)
-    own = "mfu_percent num_steps num_params_M depth attention".split()
+    own = "num_steps num_params_M flops_per_token depth attention".split()
     assert list(block) == [*KEYS, *own, "integrity"]
-    assert block["integrity"] == "ok" and block["mfu_percent"] == "None"
+    assert block["integrity"] == "ok"
     assert 0 < float(block["training_seconds"]) <= 2.01
     [record] = good.records
     assert block["val_bpb"] == f"{record['val_bpb']:.6f}"
@@ -132,7 +134,7 @@ def test_the_nights_tool_reads_what_a_run_prints(good, tmp_path):
 
 
 # ---- Runs that end without one ----
-START = "    device = start()\n"
+START = "    start()\n"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_a_run_that_cannot_be_ends_with_a_sentence(
     assert prepare.lock(tmp_path)
     script = tmp_path / "train.py"
     script.write_text((common.ROOT / "train.py").read_text().replace(START, begin))
-    monkeypatch.setattr(prepare, "_run", prepare.Run())
+    prepare.begin_run.cache_clear()
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     with pytest.raises(SystemExit, match=str(code)):
         runpy.run_path(str(script), run_name="__main__")

@@ -1,6 +1,5 @@
 """Small models: train.py's own, with its tokens, optimizer and steps, and made-up ones to score."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -60,13 +59,11 @@ def build_optimizer(model):
 def take_steps(model, optimizer, count, micro_batches=1):
     """Returns the losses of a whole run of `count` steps on one batch."""
     x = tokens(model.config, B=4)
-    batch = (x, x.roll(-1, 1), 1)
-    batches = itertools.repeat(batch)
+    batches = [(x, x.roll(-1, 1), 1)] * micro_batches
     losses = []
     for step in range(count):
         train.set_schedules(optimizer, step / count, step)
-        loss, _ = train.train_step(model, optimizer, batch, batches, micro_batches)
-        losses.append(loss.item())
+        losses.append(train.train_step(model, optimizer, batches).item())
     return losses
 
 
