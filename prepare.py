@@ -169,7 +169,7 @@ def data_hash(rows, manifest):
 
 
 def lock(folder):
-    """Locks a folder until this process exits, so the handle stays open. False if another has it."""
+    """Locks a folder until this process exits; its handle stays open. False if another has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -435,14 +435,6 @@ def log_step(step, loss, **shown):
 
 
 # ---- Metric ----
-PROBE_ROWS = by_profile(full=288, medium=144, small=224)  # to score again; multiples of EVAL_BATCH
-# How far losses (nats) may move in a probe, on average and at one position. Of correct models, a
-# convolution by FFT in bf16 moved most: 2e-4 and 0.035.
-PROBE_MEAN = 1e-3
-PROBE_PEAK = 0.1
-FORESIGHT_ERRORS = 6  # how far the mean of `foresight` may exceed 0, in standard errors
-
-
 class IntegrityError(Exception):
     """The score cannot be trusted; the message says why."""
 
@@ -474,37 +466,51 @@ def token_losses(model, inputs, targets, token_bytes):
     return np.where(token_bytes[targets] > 0, losses, 0)
 
 
-def foresight(model, rows, token_bytes, rng):
-    """Scores rows with random tokens in them, in each row another share. Returns how many nats more
-    another random token would cost in the place of each. A model that has not seen it cannot prefer
-    it: the mean is 0 but for chance. `probe` cannot see a memory of next tokens that keeps the
-    first it saw, and so never changes."""
-    chosen = rows[rng.choice(len(rows), EVAL_BATCH)]
-    share = 16.0 ** -rng.random((EVAL_BATCH, 1))
-    is_random = rng.random(chosen.shape) < share
+def check_foresight(model, rows, token_bytes, rng):
+    """Refuses a model that notes what comes next in a row and looks it up for the same row. If it
+    keeps the first that it saw after a context, it never changes its answer, and `probe` sees
+    nothing. So here some tokens are random, in each row another share. A model that has not seen a
+    random token cannot prefer it to another one: what it gains is 0 but for chance."""
+    chosen = rows[rng.choice(len(rows), 2 * EVAL_BATCH)]
+    is_random = rng.random(chosen.shape) < 16.0 ** -rng.random((len(chosen), 1))
     is_random[:, 0] = False  # rows begin with BOS
     drawn, other = rng.choice(np.flatnonzero(token_bytes), (2, *chosen.shape))
     tokens = np.where(is_random, drawn, chosen)
-    targets = np.stack((tokens, other), -1)[:, 1:]
-    losses = token_losses(model, tokens[:, :-1], targets, token_bytes)
-    counted = is_random[:, 1:] & np.isfinite(losses).all(-1)
-    return losses[counted, 1] - losses[counted, 0]
+    both = np.stack((tokens, other), -1)
+    losses = []
+    for batch in np.split(np.arange(len(chosen)), 2):
+        losses.append(token_losses(model, tokens[batch, :-1], both[batch, 1:], token_bytes))
+    losses = np.fmin(np.concatenate(losses), MAX_LOSS)  # for NaN, too
+    gains = (losses[..., 1] - losses[..., 0])[is_random[:, 1:]]
+    if gains.mean() > 6 * gains.std() / math.sqrt(len(gains)):  # six standard errors
+        raise IntegrityError(
+            f"foresight: random tokens cost {gains.mean():.2g} nats less than others would; does "
+            "forward() remember tokens, or see later ones?"
+        )
+
+
+PROBE_ROWS = by_profile(full=288, medium=144, small=224)  # to score again; multiples of EVAL_BATCH
+# How far losses (nats) may move in a probe, on average and at one position. Of correct models, a
+# convolution by FFT in bf16 moved most: 2e-4 and 0.035.
+PROBE_MEAN = 1e-3
+PROBE_PEAK = 0.1
 
 
 def draw_cuts(tokens, rng):
-    """Returns how many inputs each row of `tokens`, uint16 [N, T + 1], keeps: all T in each eighth
-    row. A model that sees one token ahead betrays itself only at the last input kept, so cuts fall
-    where such slips happen: one near either end, a third at multiples of 8 (ends of chunks), a
-    third after a token (the most common first), and a third anywhere."""
+    """Returns how many inputs `probe` keeps of each row of `tokens`, uint16 [N, T + 1]: all T of
+    each eighth. A model that sees one token ahead betrays itself only at the last input kept, so
+    cuts fall where such slips happen: one near either end, a third at multiples of 8 (ends of
+    chunks), a third after a token (the most common first), and a third anywhere."""
     N, T = tokens.shape[0], tokens.shape[1] - 1
     cuts = rng.integers(1, T, N)
     cuts[::8] = T
-    cut_rows = np.flatnonzero(np.arange(N) % 8)
-    cuts[cut_rows[:2]] = (2, T - 1)
-    in_chunks = cut_rows[2::3]
-    cuts[in_chunks] = np.maximum(cuts[in_chunks] // 8 * 8, 1)
+    numbers = np.flatnonzero(np.arange(N) % 8)
+    cuts[numbers[:2]] = (2, T - 1)
+    by_chunk = numbers[2::3]
+    cuts[by_chunk] = np.maximum(cuts[by_chunk] // 8 * 8, 1)
+    by_token = numbers[3::3]
     common = np.argsort(-np.bincount(tokens.ravel()))
-    for i, token in zip(cut_rows[3::3], itertools.cycle(common), strict=False):
+    for i, token in zip(by_token, itertools.cycle(common), strict=False):
         places = np.flatnonzero(tokens[i, : T - 1] == token)
         if len(places):
             cuts[i] = rng.choice(places) + 1
@@ -569,18 +575,11 @@ def score(model, rows, token_bytes, rng=None):
     rng = np.random.default_rng(rng)
     losses = np.empty((len(rows), rows.shape[1] - 1), dtype=np.float32)
     batches = np.split(rng.permutation(len(rows)), len(rows) // EVAL_BATCH)
-    # First, while a memory is empty; if it fills later, the probes see losses move.
-    gains = np.concatenate([foresight(model, rows, token_bytes, rng) for _ in range(2)])
+    check_foresight(model, rows, token_bytes, rng)  # while a memory is empty
     for batch in batches:
         losses[batch] = token_losses(model, rows[batch, :-1], rows[batch, 1:], token_bytes)
     if not losses.mean() <= MAX_LOSS:  # also true for NaN
         raise IntegrityError(f"finite: the mean loss is {losses.mean():.3g} nats per token")
-    error = gains.std() / math.sqrt(len(gains))
-    if gains.mean() > FORESIGHT_ERRORS * error:
-        raise IntegrityError(
-            f"foresight: random tokens cost {gains.mean():.2g} nats less than others would; does "
-            "forward() remember tokens, or see later ones?"
-        )
     probes = probe(model, rows, losses, token_bytes, rng)
     changed = {name for name, _ in before.items() ^ state_hashes(model).items()}
     if changed:
