@@ -441,7 +441,6 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self):
-        """Updates every parameter."""
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
             if p.grad is None:  # the parameter had no part in this step
@@ -511,9 +510,10 @@ def train(model, optimizer, loader, micro_batches):
         progress = elapsed() / TIME_BUDGET
         set_schedules(optimizer, progress, step)
         loss = train_step(model, optimizer, batches)
-        batches = list(itertools.islice(loader, micro_batches))  # while a GPU is busy
         step += 1
-        log_step(step, loss, lr=f"x{lr_factor(progress):.2f}", epoch=batches[-1][2])  # waits for it
+        shown = {"lr": f"x{lr_factor(progress):.2f}", "epoch": batches[-1][2]}
+        batches = list(itertools.islice(loader, micro_batches))  # while a GPU is busy
+        log_step(step, loss, **shown)  # waits for it
     return step
 
 
@@ -669,7 +669,7 @@ def probe_attention(attend, config):
     if COMPILE and DEVICE.type == "cuda":
         attend = torch.compile(attend, dynamic=False)  # may fail although the kernel works
     generator = torch.Generator().manual_seed(0)
-    # For q, k, v and the gradient of the output:
+    # For q, k, v and the output's gradient:
     heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
     for window in sorted(set(config.windows)):
         shapes = [(1, config.sequence_len, count, config.head_dim) for count in heads]
@@ -739,7 +739,7 @@ def for_evaluation(model, compiled_model):
 def rehearse(rows, config, attend, compiles):
     """Runs a training step and an evaluation batch on random tokens, so that everything is compiled
     and known to fit. Its model is thrown away: only compiled code reaches the run."""
-    micro_batches = min(accumulation_steps(rows), 2)  # the first allocates gradients that all use
+    micro_batches = min(accumulation_steps(rows), 2)  # the second adds to the first's gradients
     model, compiled_model, optimizer = build(config, attend, compiles)
     inputs = torch.randint(config.vocab_size, (rows, MAX_SEQ_LEN), device=DEVICE)
     batch = (inputs, inputs.clone(), 0)  # the same tensor twice would compile differently
@@ -827,8 +827,8 @@ def main():
         print("warming up: 10 s, or up to two minutes if the model has to be compiled", flush=True)
     rows = warm_up(config, attend, compiles)
     model, compiled_model, optimizer = build(config, attend, compiles)
-    gc.freeze()  # or the collector would search for seconds what was there before training
-    atexit.register(gc.unfreeze)  # or bindings complain of leaks
+    gc.freeze()  # else a full collection takes two seconds, for what was there before
+    atexit.register(gc.unfreeze)  # else bindings complain of leaks
 
     num_params = sum(p.numel() for p in model.parameters())
     flops_per_token = model.flops_per_token()

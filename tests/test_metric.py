@@ -288,7 +288,7 @@ def test_the_state_is_compared_bit_by_bit(rows):
     a tensor may be a view."""
     model = Tiny()
     square = torch.arange(9.0).view(3, 3)
-    views = (square[:, 1], square.diag(), torch.ones(1).expand(3), square.mul(1j).mH)
+    views = (square[:, 1], square.diag(), torch.ones(1).expand(3), square.mul(1j).conj())
     for i, view in enumerate(views):
         model.register_buffer(f"view{i}", view)
     model.unused = nn.Parameter(torch.full((3, 2), math.nan).mT)
