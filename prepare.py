@@ -113,19 +113,20 @@ DRIVER_FILES = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, 
 def find_device():
     """Returns the device and its model's name. Exits if there is a GPU that torch cannot use, since
     nobody expects a night on the CPU then."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last: Slurm's
+    # What does not begin like a GPU's number or name hides it, as -1, Slurm's NoDevFiles.
+    shown = re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties("cuda")
         if (gpu.major, gpu.minor) >= (7, 5):  # Turing, the oldest that this torch supports
             return torch.device("cuda"), gpu.name
-    elif hidden or not any(map(os.path.exists, DRIVER_FILES)):
+    elif not shown or not any(map(os.path.exists, DRIVER_FILES)):
         device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
         info = Path("/proc/cpuinfo")
         model = info.exists() and re.search("model name.*: (.+)", info.read_text())
         return device, model[1] if model else device.type  # ARM's kernel tells no model
     return fail(
         "torch cannot use the GPU here, which needs Turing or newer and driver 580 or newer (on "
-        "WSL Windows' own); see 'Older drivers and GPUs' in docs/manual.md, or set "
+        "WSL that of Windows); see 'Older drivers and GPUs' in docs/manual.md, or set "
         "CUDA_VISIBLE_DEVICES to another GPU, or to -1 for none."
     )
 
@@ -281,7 +282,7 @@ def current_commit():
 
 
 def lock_run(folder):
-    """Allows one run at a time in a folder. Exits if there is another."""
+    """Locks a folder for one run, or exits."""
     if not lock(folder):
         fail("this folder has a run already; wait for it or stop it (pgrep -af train.py).")
 
@@ -931,15 +932,14 @@ def prepare(corpus):
         old.rename(PREPARED)  # the last preparation was killed between its two renames
     for unfinished in (old, new):
         shutil.rmtree(unfinished, ignore_errors=True)
-    if corpus is None and load() is None:
-        corpus = usual_corpus()
-    if corpus is not None:
-        build(corpus, new)
+    data = load() if corpus is None else None
+    if data is None:
+        build(usual_corpus() if corpus is None else corpus, new)
         if PREPARED.exists():
             PREPARED.rename(old)  # fails if it is a mount point
         new.rename(PREPARED)
         shutil.rmtree(old, ignore_errors=True)
-    data = load()
+        data = load()
     print(
         f"ready: {PROFILE} profile, {len(data.tokens) / 1e6:.1f} million training tokens, "
         f"{len(data.rows)} validation rows; next: uv run train.py"

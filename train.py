@@ -553,8 +553,8 @@ def load_fa3():
 
 
 def window_size(window, T):
-    """Returns what flash attention takes: (-1, 0), for which some GPUs have a faster kernel, if the
-    window covers the row."""
+    """Returns what flash attention takes: (-1, 0), faster on some GPUs, if the window covers the
+    row."""
     return (-1, 0) if window >= T - 1 else (window, 0)
 
 
@@ -565,7 +565,7 @@ def load_varlen():
         raise RuntimeError("needs compute capability 8.0")
     from torch.nn.attention.varlen import varlen_attn
 
-    if current_flash_attention_impl():  # load_fa4 has failed after this call
+    if current_flash_attention_impl():  # fa4 was tried before
         restore_flash_attention_impl()
 
     kernels = set()
@@ -701,8 +701,8 @@ def choose_attention(config):
         try:
             attend = BACKENDS[name]()
             probe_attention(attend, config)
-            kernels = sorted(getattr(attend, "kernels", ()))
-            return " ".join([name, *getattr(attend, "snapshot", "").split(), *kernels]), attend
+            details = (getattr(attend, "snapshot", ""), *sorted(getattr(attend, "kernels", ())))
+            return " ".join(filter(None, (name, *details))), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
     return fail(
@@ -827,7 +827,7 @@ def main():
         print("warming up: 10 s, or up to two minutes if the model has to be compiled", flush=True)
     rows = warm_up(config, attend, compiles)
     model, compiled_model, optimizer = build(config, attend, compiles)
-    gc.freeze()  # else a full collection takes two seconds, for what was there before
+    gc.freeze()  # else a full collection takes two seconds for what was there
     atexit.register(gc.unfreeze)  # else bindings complain of leaks
 
     num_params = sum(p.numel() for p in model.parameters())

@@ -208,11 +208,11 @@ class OfKnownText(Memory):
 
     def __init__(self, gpt):
         super().__init__(gpt, length=3)
-        text = prepare.load().tokens[:3_000_000].astype(np.int64)
-        self.seen = set(self.contexts(text[None]).ravel().tolist())
+        text = prepare.begin_run().tokens[:3_000_000].astype(np.int64)
+        self.seen = np.unique(self.contexts(text[None]))
 
     def note(self, keys, following):
-        known = np.isin(keys, np.fromiter(self.seen, np.int64))
+        known = np.isin(keys, self.seen)
         super().note(keys[known], following.numpy()[known])
 
 
