@@ -113,7 +113,7 @@ DRIVER_FILES = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")  # NVIDIA's, 
 def find_device():
     """Returns the device and its model's name. Exits if there is a GPU that torch cannot use, since
     nobody expects a night on the CPU then."""
-    # What does not begin like a GPU's number or name hides it, as -1, Slurm's NoDevFiles.
+    # What does not begin like a GPU's number or name hides it: -1, Slurm's NoDevFiles.
     shown = re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties("cuda")
