@@ -9,6 +9,7 @@ import math
 import runpy
 
 import prepare
+from benchmarks.leaks import Memory
 from tests import tiny
 from tests.test_report import parse_block
 from tests.tiny import T, Tiny, V, make_rows, variant
@@ -170,42 +171,21 @@ def looking_ahead(leaks, strength):
     return variant(forward=forward)
 
 
-def recalling(full, tables, rounds):
-    """Returns a model that remembers the token that first came after two others, in one of the
-    dictionaries `tables` for training and evaluation, until that holds `full` entries. It has been
-    called `rounds` times in training."""
-
-    def forward(self, idx):
-        logits = Tiny.forward(self, idx)
-        memory = tables[self.training]
-        for row, line in zip(idx.tolist(), logits):
-            for i, pair in enumerate(zip(row, row[1:])):
-                if i + 2 < len(row) and len(memory) < full and self.training | self.writes:
-                    memory.setdefault(pair, row[i + 2])
-                if pair in memory:
-                    line[i + 1, memory[pair]] += 5
-        return logits
-
-    model = variant(forward=forward, writes=tables[0] is not tables[1])
-    rng = np.random.default_rng(9)
-    with torch.no_grad():
-        for _ in range(rounds):
-            model.train()(torch.from_numpy(rng.integers(0, V, (16, T))))
-    return model
-
-
-@pytest.mark.parametrize("full", [1000, 10**9])
+@pytest.mark.parametrize("full", [1000, math.inf])
 def test_a_memory_that_forward_fills_is_seen_in_every_draw(rows, full):
     """It keeps what it saw first, so scoring a row again moves nothing."""
     for rng in range(10):
-        assert is_refused(recalling(full, ({}, {}), 0), rows, rng, "foresight")
+        model = Memory(Tiny(), length=2, bonus=5.0, full=full)
+        assert is_refused(model, rows, rng, "foresight")
 
 
 def test_a_memory_that_was_filled_in_training_keeps_its_score(rows):
-    table = {}
+    model = Memory(Tiny(), length=2, bonus=5.0, calls=(1, 2))
+    with torch.no_grad():
+        model(torch.from_numpy(np.random.default_rng(9).integers(0, V, (16, T))))
+    assert model.table
     for rng in range(10):
-        model = recalling(10**9, (table, table), 1)
-        assert table and score(model, rows, rng)[0] == pytest.approx(by_definition(model, rows))
+        assert score(model, rows, rng)[0] == pytest.approx(by_definition(model, rows))
 
 
 positions = torch.arange(T)
