@@ -10,7 +10,7 @@ from pathlib import Path
 
 import prepare
 import train
-from benchmarks import compare, leaks, overhead, protocol, sweep
+from benchmarks import compare, leaks, overhead, sweep
 from benchmarks.common import RunError
 from tests.common import ROOT, TINY, edited, run_script
 
@@ -206,18 +206,3 @@ def test_tpe_learns_and_goes_on(call, tmp_path, monkeypatch):
     call(sweep.main, "--tpe", 14, "--log", tmp_path / "parts.jsonl")
     again, _ = call(sweep.main, "--tpe", 24, "--log", tmp_path / "parts.jsonl")
     assert again == whole and len(runs) == 25
-
-
-# ---- The simulated nights ----
-@pytest.mark.parametrize(
-    ("rule", "gains"),
-    [
-        (protocol.Rule(), [29.32, 57.85, 160.12, 29.29, 153.2, 151.63]),
-        (protocol.ORIGINAL, [29.31, 57.59, 115.47, 26.07, 104.02, 54.27]),
-    ],
-)
-def test_the_simulated_nights_stay_the_same(rule, gains):
-    """Texts quote this simulation. With fewer than 30 nights, parts of the rule would not run."""
-    for night, gain in zip(protocol.NIGHTS.values(), gains, strict=True):
-        found = [protocol.true_gain(rule, night, number) for number in range(30)]
-        assert np.mean(found) == pytest.approx(gain, abs=0.005)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from statistics import mean, stdev
 
-from benchmarks import protocol
 from tests.common import ROOT, run_script
 from tools import experiment
 
@@ -16,7 +15,8 @@ import pytest
 
 PROGRAM = (ROOT / "program.md").read_text()
 TOOLS = [f"tools/{name}" for name in ("experiment.py", "night.sh", "rerun.py", "audit.py")]
-PAGES = "README docs/manual program cluster/README benchmarks/README nights/README"
+PAGES = "README docs/manual docs/ideas program cluster/README benchmarks/README nights/README"
+OWN = {"next.py"}  # an agent's own file, which git ignores
 
 
 @pytest.mark.parametrize("page", PAGES.split())
@@ -34,7 +34,7 @@ def test_quoted_variables_knobs_and_files_exist(page):
             or word.startswith(("CUDA", "HF_", "OMP", "ANTHROPIC_", "CODEX_"))
         ), word
     paths = re.findall(r"(?:uv run |\]\()([\w/.]+\.(?:py|md|sh|ipynb))", text)
-    for path in paths + re.findall(r"`([\w/]+\.py)`", text):
+    for path in {*paths, *re.findall(r"`([\w/]+\.py)`", text)} - OWN:
         assert (ROOT / path).exists() or page.parent.joinpath(path).exists(), path
 
 
@@ -51,20 +51,20 @@ def test_a_clone_by_windows_git_works_in_wsl(tmp_path):
 def test_the_commands_of_program_md_exist():
     usage = run_script("tools/experiment.py", "--help").stdout
     commands = re.findall(r"tools/experiment\.py\s(\w+)", PROGRAM)
-    assert set(commands) == {"begin", "run", "again", "keep", "discard"}
+    assert set(commands) == {"begin", "run", "keep", "discard"}
     assert "a `crash`" in PROGRAM
     for command in (*commands, "crash"):
         assert command in re.search(r"\{(.*)\}", usage)[1].split(",")
 
 
-def test_the_rule_of_program_md_is_the_one_that_is_simulated():
-    rule = protocol.Rule()
-    assert (rule.discards, rule.speed, rule.ideas, rule.together) == (10, 0.1, 15, 6)
-    assert rule.correction == 0.5
-    told = "after ten discards in a row", "that was 10 % slower", "After every fifteen ideas"
-    corrected = "first take 0.001 per missing 1 % off the score"
-    for words in (*told, "the six discards that came closest", corrected):
-        assert words in " ".join(PROGRAM.split())
+def test_the_rule_of_program_md_is_the_one_of_the_tool():
+    words = " ".join(PROGRAM.split())
+    assert experiment.FIRST_CODE == 12 and "None of the first twelve" in words
+    assert experiment.KNOB_SHARE == 4 and "at most one in four" in words
+    assert f"10 % fewer steps cost about {-experiment.LOSS_PER_E * math.log(0.9):.3f}." in words
+    for name in ("next.py", "ideas.log"):
+        command = ["git", "check-ignore", "-q", name]
+        assert f"`{name}`" in PROGRAM and subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 # ---- Figures ----

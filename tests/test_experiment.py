@@ -19,6 +19,9 @@ import pytest
 # Takes SLEEP seconds, or as long as the file HOLD is there, and has the score of the idea.
 TRAIN = """
 import os, sys, time
+# ---- Knobs: a number ----
+KNOB = 1
+# ---- The rest ----
 IDEA, SCORE = "baseline", 0.9
 print("run: small profile", flush=True)
 time.sleep(float(os.environ.get("SLEEP", 0)))
@@ -31,15 +34,13 @@ if isinstance(SCORE, str):
 with open(os.environ.get("TRAINED", os.devnull), "a") as file:
     print(IDEA, file=file)
 block = {"val_bpb": f"{SCORE:.6f}", "tokens_per_second": os.environ.get("SPEED", 18000)}
-block |= {"num_steps": 10, "peak_vram_mb": 1024.0, "curve": "3.0 2.0", "profile": "small"}
+block |= {"peak_vram_mb": 1024.0, "curve": "3.0 2.0", "profile": "small"}
 block |= {"time_budget": 300, "seed": 42, "data": os.environ.get("DATA", "aa"), "prepare": "bb"}
+block |= {"device": "a CPU", "threads": 2, "torch": "2.15", "attention": "blocks"}
+block |= {"num_steps": int(os.environ.get("STEPS", 1000)), "flops_per_token": "1e7"}
+block["total_tokens_M"] = block["num_steps"] * float(os.environ.get("BATCH", 0.004096))
 print("---", *(f"{key}: {value}" for key, value in block.items()), sep="\\n")
 print("integrity:", os.environ.get("FLAG", "ok"))
-"""
-# tools/rerun.py without the clean copy.
-RERUN = """
-import subprocess, sys
-exec(subprocess.check_output(["git", "show", sys.argv[1] + ":train.py"], text=True))
 """
 
 
@@ -55,7 +56,6 @@ class Night:
         (folder / "tools").mkdir(parents=True)
         shutil.copy(ROOT / "tools/experiment.py", folder / "tools")
         shutil.copy(ROOT / ".gitignore", folder)
-        (folder / "tools/rerun.py").write_text(RERUN)
         (folder / "train.py").write_text(TRAIN)
         (folder / "prepare.py").write_text("")
         self.git("init", "-qb", "main")
@@ -81,6 +81,10 @@ class Night:
         path = self.folder / "train.py"
         line = f'IDEA, SCORE = "{idea}", {score!r}'
         path.write_text(re.sub("^IDEA, SCORE = .*", line, path.read_text(), flags=re.M))
+
+    def turn_knob(self, value):
+        path = self.folder / "train.py"
+        path.write_text(re.sub("^KNOB = .*", f"KNOB = {value}", path.read_text(), flags=re.M))
 
     def rows(self):
         return [line.split("\t") for line in self.results.read_text().splitlines()[1:]]
@@ -154,45 +158,65 @@ def test_a_night_of_three_ideas(clone):
     assert "error: ?? notes: not committed" in clone.call("begin", "nov27", code=2)
     (clone.folder / "notes").unlink()
     clone.call("begin", "nov27")
-    clone.results.unlink()  # it was killed before its last step
-    assert "next: run, which trains" in clone.call("begin", "nov27")
     assert "a night is under way" in clone.call("begin", "nov28", code=2)
     assert "val_bpb: 0.900000" in clone.call("run")
-    assert "there is no score to beat yet" in clone.call("again", code=2)
-    assert 'next: keep, discard or crash "what' in clone.call()
+    assert 'next: keep "baseline", which makes this the score to beat\n' in clone.call()
     clone.call("keep", "baseline")
     out = try_idea(clone, "lower", 0.85, "keep")
-    assert out.endswith('next: change train.py, then run "what you try"\n')
+    assert '\nnext: change train.py, then run "what you try"\nideas 1: 1 code, 0 knobs; ' in out
     try_idea(clone, "higher", 0.95, "discard")
     out = run_idea(clone, "bug", "1")
-    assert "no valid score: exit 1\nnext: mend train.py and run, or crash" in out
+    assert "no valid score: exit 1\nnext: if it was the machine, run --repeat; else mend" in out
     clone.edit("mended", "5")
     clone.call("run")
     assert clone.git("rev-list", "--count", "best..") == "1"  # it took the place of the first
-    clone.call("crash", "a bug")
+    clone.call("crash", "a typo")
     kept, best = (clone.git("rev-parse", "--short", name) for name in ("start", "best"))
     rows = clone.rows()
     assert rows[0] == [kept, "0.900000", "1.0", "keep", "baseline, 18000 tok/s"]
     assert rows[1] == [best, "0.850000", "1.0", "keep", "lower, 18000 tok/s"]
     assert rows[2][1:] == ["0.950000", "1.0", "discard", "higher, 18000 tok/s"]
-    assert rows[3][1:] == ["", "0", "crash", "a bug (exit 5)"]
+    assert rows[3][1:] == ["", "0", "crash", "bug: a typo (exit 5)"]
     assert clone.is_at("best") and clone.git("log", "--format=%s", "start..") == "lower"
     assert clone.git("branch", "--show-current") == "autoresearch/nov27"
 
 
-def test_a_run_compares_with_best(night):
-    out = run_idea(night, "lower", 0.85, SPEED=15000)
-    assert "val_bpb: 0.850000; best: 0.900000\ntokens_per_second: 15000; best: 18000\n" in out
-    assert "0.050000 better than 0.900000, the score to beat\n" in out
-    assert "speed -" not in out  # it is better although it was slower
-    out = night.call("run", "--repeat", SPEED=21000)
-    assert "\nspeed +17%: if the change does not explain it, train best `again` before you j" in out
-    out = night.call("again", SPEED=12000)
-    assert "tokens_per_second of best: 12000; it was 18000" in out
-    assert "speed +75%: if the change does not explain it, train the idea again (`run --rep" in out
-    assert "speed +" not in night.call("run", "--repeat", SPEED=21000)  # both are fresh now
-    assert night.rows()[-1][3:] == ["again", "best again: it was 0.900000, 12000 tok/s"]
-    assert "1 keep, 1 again" in night.call()
+@pytest.mark.parametrize(
+    ("score", "steps", "batch", "line"),
+    [
+        # 0.12 * ln(1.1) is 0.0114, 0.12 * ln(2) is 0.0832
+        (
+            0.895,
+            1100,
+            0.004096,
+            "number of tokens: 0.906437, 0.006437 worse, if it costs no time",
+        ),
+        (0.905, 900, 0.004096, "number of tokens: 0.892357, 0.007643 better, if it"),
+        (0.9, 2000, 0.004096, "number of tokens: 0.983178, 0.083178 worse"),
+        (0.9, 2000, 0.002048, "number of tokens: 0.900000, 0.000000 worse"),
+    ],
+)
+def test_a_run_compares_with_best_at_equal_steps(night, score, steps, batch, line):
+    out = run_idea(night, "idea", score, STEPS=steps, BATCH=batch)
+    assert f"val_bpb: {score:.6f}; best: 0.900000\ntokens_per_second: 18000; best: 18000\n" in out
+    assert f"num_steps: {steps}; best: 1000\n" in out and "FLOPs" not in out
+    word = "better" if score < 0.9 else "worse"
+    beside = f"{score:.6f}, {abs(0.9 - score):.6f} {word} than 0.900000, the score to beat\n"
+    assert f"\n{beside}" in out
+    assert f"\nat best's {line}" in out
+
+
+def test_fewer_flops_are_told_and_a_foreign_train_py_has_none(night):
+    path = night.folder / "train.py"
+    path.write_text(path.read_text().replace('"1e7"', '"9.7e6"'))
+    out = run_idea(night, "cheaper", 0.8)
+    assert out.splitlines()[-3].endswith("better, if it costs no time (FLOPs per token: -3%)")
+    night.call("discard", "cheaper")
+    path.write_text(re.sub('block .= {"num_steps.*', "", path.read_text()))
+    path.write_text(re.sub('block."total_tokens.*', "", path.read_text()))
+    out = run_idea(night, "foreign", 0.8)
+    assert "0.100000 better than 0.900000, the score to beat\nnext: keep" in out
+    night.call("keep", "foreign")
 
 
 def test_the_baseline_comes_first(clone):
@@ -207,18 +231,98 @@ def test_the_baseline_comes_first(clone):
     run_idea(clone, "smaller", 0.95)  # what a small GPU needs
     clone.call("keep", "baseline, smaller")
     assert len(clone.rows()) == 1 and clone.is_at("best")
+    assert "ideas 0: " in clone.call()
 
 
-def test_hints_after_ten_and_fifteen(night):
-    scores = {f"c0ffee{i}": 0.91 + (7 * i % 14) / 1000 for i in range(14)}
+def log_idea(night, idea, score, knob=0):
+    """Logs a discard as the tool does, without a run. Returns the last line of the status."""
+    if knob:
+        night.turn_knob(knob)
+    else:
+        night.edit(idea, score)
+    night.git("commit", "-qam", idea)
+    night.add_row("discard", score)
+    night.git("reset", "-q", "--hard", "best")
+    return night.call().splitlines()[-1]
+
+
+def test_knobs_and_code_are_counted(night):
+    for i in range(1, 15):
+        line = log_idea(night, f"idea {i}", 0.95, knob=i if i in (4, 13, 14) else 0)
+        knobs = (i >= 4) + (i >= 13) + (i >= 14)
+        following = "code, or a knob of a part that was kept" if i in (12, 13) else "code"
+        assert line == f"ideas {i}: {i - knobs} code, {knobs} knobs; next one: {following}"
+    night.turn_knob(7)
+    assert '"a knob"; knobs alone\n' in night.call("run", "a knob")
+    night.call("discard", "a knob")
+    assert '"more code"; code\n' in run_idea(night, "more code", 0.95)
+
+
+def test_a_combination_is_due_until_it_is_done(night):
+    scores = {f"c0ffee{i:x}": 0.91 + (7 * i % 15) / 1000 for i in range(15)}
     for i, (commit, score) in enumerate(scores.items()):
+        assert i % 7 or "due: " not in night.call()
         night.add_row("discard", score, commit)
-        if i == 9:
-            assert "next: again, after ten discards in a row" in night.call()
-            night.add_row("again", 0.9, "c0ffee")
-    night.add_row("crash", "", "c0ffeec")
-    closest = " ".join(sorted(scores, key=scores.get)[:6])
-    assert f"try these together: {closest}\n" in night.call()
+    for i in range(2):
+        night.add_row("crash", "", f"c0ffeef{i}")
+        closest = " ".join(sorted(list(scores)[i + 1 :], key=scores.get)[:6])  # of the last fifteen
+        assert f'due: apply {closest} to best, then run "combination of ...' in night.call()
+    run_idea(night, "combination of two", 0.99)
+    assert "due: " not in night.call("discard", "no gain")
+    assert night.rows()[-1][4] == "combination of two: no gain, 18000 tok/s"
+
+
+def test_best_is_trained_again_where_the_machine_has_changed(night):
+    out = run_idea(night, "idea", 0.85, DATA="cc")
+    assert "does not compare with best: data aa -> cc" in out and "better" not in out
+    assert (
+        "\nnext: restore that and `run --repeat`; if you cannot, crash it, `run --repeat` b" in out
+    )
+    for verdict in ("keep", "discard"):
+        out = night.call(verdict, "idea", code=2)
+        assert "does not compare with best: data aa -> cc; restore that" in out
+    night.call("crash", "another text")
+    assert "has a row; change train.py first, or `run --repeat` best" in night.call("run", code=2)
+    night.call("run", "--repeat", "--wait", 0, DATA="cc")
+    night.wait()
+    out = night.call("run", "--repeat", DATA="dd")  # shows the run that has ended
+    assert "does not compare with best: data aa -> cc" in out and 'next: keep "baseline"' in out
+    night.call("keep", "baseline on another text")
+    assert [row[3] for row in night.rows()] == ["keep", "crash", "keep"]
+    assert "0.050000 better" in run_idea(night, "idea again", 0.85, DATA="cc")
+    night.call("keep", "idea again")
+    assert "ideas 2: 2 code" in night.call()
+
+
+def test_the_view_of_a_run_under_way(night, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    for i in range(6):
+        try_idea(night, f"idea {i}", 0.95 - i / 100, "keep" if i == 5 else "discard")
+    try_idea(night, "worse", 0.99, "discard")
+    night.edit("slow", 0.8)
+    out = night.call("run", "slow", "--wait", 0, HOLD=hold)
+    assert "elapsed, not training yet\nnext: run, which waits for this run\n" in out
+    end = time.monotonic() + 20
+    while "run: small" not in (night.folder / "run.log").read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    with open(night.folder / "run.log", "a") as log:
+        log.write("step    3  40% loss 3.5000 tokens_per_second 9\nstep    4  60% loss 3.2500 x\n")
+    with open(night.folder / "best.log", "r+") as log:
+        text = log.read()
+        log.seek(0)
+        log.write(text.replace("step 7 50% loss 3.0", "step 6 50% loss 3.1\nstep 9 70% loss 3.0"))
+    before = {path: path.read_bytes() for path in night.folder.rglob("*") if path.is_file()}
+    out = night.call()
+    assert before == {path: path.read_bytes() for path in night.folder.rglob("*") if path.is_file()}
+    line = r"\n0:\d\d elapsed, 60 % of the training, loss 3.2500; best had 3.1000 here\n"
+    assert re.search(line, out)
+    rows = [line for line in out.splitlines() if line.startswith("  ")]
+    assert len(rows) == 5 and rows[-1].split()[1:4] == ["discard", "-0.0900", "worse,"]
+    assert rows[-2].split()[1:3] == ["keep", "+0.0000"]
+    assert "\nideas since the last keep: 1" in out
+    hold.unlink()
+    night.wait()
 
 
 # ---- What a command refuses ----
@@ -238,62 +342,132 @@ def test_what_has_no_run_or_a_row_is_not_judged(night):
     night.call("keep", "idea")
 
 
-def test_what_has_no_score_is_a_crash_and_a_machines_fault_is_repeated_once(night, tmp_path):
+def test_a_score_without_a_verdict_is_not_amended_away(night):
+    run_idea(night, "first", 0.8)
+    night.edit("second", 0.7)
+    out = night.call("run", "second", code=2)
+    assert "has a score and no verdict; save your edit: git diff" in out
+    [save, restore] = re.findall("(git diff .*)\\. Then.*(git apply .*)\\.?", out)[0]
+    assert f"next: save your edit: {save}" in night.call()
+    subprocess.run(["sh", "-c", save], cwd=night.folder, check=True)
+    night.call("keep", "first")
+    subprocess.run(["sh", "-c", restore.rstrip(".")], cwd=night.folder, check=True)
+    assert "0.100000 better than 0.800000" in night.call("run", "second")
+    night.call("keep", "second")
+    assert [row[1] for row in night.rows()] == ["0.900000", "0.800000", "0.700000"]
+
+
+def test_what_has_no_score_is_trained_again_or_crashes(night, tmp_path):
     trained = tmp_path / "trained"
     out = run_idea(night, "slow", 0.8, FLAG="overtime: 9 s")
-    assert "next: run, which trains it once more" in out
-    assert "or crash" in night.call("run", FLAG="overtime: 9 s", TRAINED=trained)
-    assert "or crash" in night.call("run", TRAINED=trained)  # shown, not trained
-    assert trained.read_text() == "slow\n"
+    assert (
+        'next: if it was the machine, run --repeat; else mend train.py and run, or crash "w' in out
+    )
+    night.call("run", TRAINED=trained)
+    assert not trained.exists()  # shown, not trained
     assert "no valid score: FAIL" in night.call("run", "--repeat", FLAG="FAIL causality")
     for verdict in ("keep", "discard"):
         assert "no valid score (FAIL causality)" in night.call(verdict, "leak", code=2)
     night.call("crash", "leak")
-    assert night.rows()[-1][1:] == ["", "0", "crash", "leak (FAIL causality)"]
+    assert night.rows()[-1][1:] == ["", "0", "crash", "slow: leak (FAIL causality)"]
+    path = night.folder / "train.py"
+    path.write_text(path.read_text().replace("{SCORE:.6f}", "nan"))
+    assert "no valid score: val_bpb is no number" in night.call("run", "garbled")
 
 
-def test_train_py_alone_may_change(night):
-    (night.folder / "prepare.py").write_text("EVAL_TOKENS = 1")
-    night.edit("idea", 0.8)
-    assert 'next: train.py has a change: run "what it tries", or undo it' in night.call()
-    night.call("run", "idea")  # commits train.py alone
-    assert night.git("show", "--format=", "--name-only", "HEAD") == "train.py"
-    night.git("commit", "-qam", "the ruler")
-    assert "changes prepare.py, too; take that out: git" in night.call("run", code=2)
+def test_an_old_commit_and_another_branch(night):
+    try_idea(night, "kept", 0.8, "keep")
+    night.git("reset", "-q", "--hard", "start")
+    assert "an old commit; git reset --keep best" in night.call()
+    night.edit("idea", 0.7)
+    assert "does not follow best; `git reset --soft best`" in night.call("run", "idea", code=2)
+    night.git("reset", "-q", "--hard", "best")
+    for i in range(2):
+        night.edit(f"idea {i}", 0.7)
+        night.git("commit", "-qam", f"idea {i}")
+    assert "does not follow best" in night.call("run", code=2)
+    night.git("reset", "-q", "--soft", "best")
+    assert "val_bpb: 0.700000" in night.call("run", "both")
+    night.git("switch", "-q", "main")
+    for command in (["run"], ["keep", "both"]):
+        assert "this is branch main, not the night's" in night.call(*command, code=2)
+    night.git("switch", "-q", "autoresearch/nov27")
+    night.call("keep", "both")
 
 
-def test_another_text_is_noticed_before_a_verdict(night):
-    """A second clone prepares another text in the shared cache."""
-    out = run_idea(night, "idea", 0.8, DATA="cc")
-    assert "does not compare with best: data aa -> cc" in out and "better" not in out
-    assert out.endswith("next: restore what it was, then run --repeat\n")
-    for verdict in ("keep", "discard"):
-        out = night.call(verdict, "idea", code=2)
-        assert "does not compare with the score to beat: data aa -> cc" in out
-    assert "best, trained again, does not compare: data" in night.call("again", DATA="cc", code=2)
-    out = night.call("again", FLAG="overtime: 9 s")
-    assert out.endswith(
-        "no valid score: overtime: 9 s\nnext: again, once an error above is mended\n"
+@pytest.mark.parametrize("verdict", ["keep", "discard"])
+def test_a_draft_is_brought_over_by_the_commands_of_program_md(night, verdict):
+    """It was begun from `best` while another idea was trained."""
+    path = night.folder / "train.py"
+    program = (ROOT / "program.md").read_text()
+    draft, bring = re.findall("`(git (?:show best|merge-file).*)`", program)
+    run_idea(night, "first", 0.8)
+    subprocess.run(["sh", "-c", draft], cwd=night.folder, check=True)
+    with open(night.folder / "next.py", "a") as file:
+        file.write("SECOND = True\n")
+    night.call(verdict, "first")
+    before = path.read_text()
+    subprocess.run(["sh", "-c", bring], cwd=night.folder, check=True)
+    assert path.read_text() == before + "SECOND = True\n" and ('"first"' in before) == (
+        verdict == "keep"
     )
-    assert len(night.rows()) == 1
-    night.call("run", "--repeat")
-    night.call("keep", "idea")
+    assert "val_bpb" in night.call("run", "second")
 
 
+def test_a_worktree_and_a_branch_of_that_name_begin_no_night(clone, tmp_path):
+    clone.git("worktree", "add", "-q", tmp_path / "tree")
+    other = Night.__new__(Night)
+    other.folder = tmp_path / "tree"
+    assert "this is a worktree" in other.call("begin", "nov27", code=2)
+    clone.git("branch", "autoresearch/nov27")  # killed after this
+    clone.git("branch", "autoresearch/nov28")
+    clone.call("begin", "nov27")
+    clone.results.unlink()
+    clone.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--allow-empty", "-qm", "x")
+    assert "autoresearch/nov28 is there, at another commit" in clone.call("begin", "nov28", code=2)
+
+
+# ---- Two at once ----
 def test_a_second_agent_is_told(night):
     run_idea(night, "idea", 0.8, "--wait", 0, HOLD=".")
-    command = [sys.executable, "tools/experiment.py", "run"]
-    with subprocess.Popen(command, cwd=night.folder, stdout=subprocess.DEVNULL) as first:
-        end = time.monotonic() + 20
-        while "another agent works\nin this folder" not in night.call("run", "--wait", 0):
-            assert time.monotonic() < end
-        first.kill()
     night.git("reset", "-q", "--hard", "best")
-    assert "does another agent work here?" in night.call("run", code=2)
+    assert "does another agent work?" in night.call("run", code=2)
     night.kill_run()
 
 
+def test_two_verdicts_at_once_and_status_beside_them(night):
+    for i in range(6):
+        run_idea(night, f"idea {i}", 0.95)
+        command = [sys.executable, "tools/experiment.py"]
+        where = {"cwd": night.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        both = [
+            subprocess.Popen([*command, *arguments], **where)
+            for arguments in (["discard", f"idea {i}"], [], ["discard", f"idea {i}"], [])
+        ]
+        errors = [process.communicate()[1].decode() for process in both]
+        assert sorted(process.returncode for process in both[::2]) == [0, 2]
+        assert [process.returncode for process in both[1::2]] == [0, 0], errors
+        assert [row[4] for row in night.rows()[1:]] == [
+            f"idea {j}, 18000 tok/s" for j in range(i + 1)
+        ]
+    assert night.is_at("best")
+
+
 # ---- Kills: every state that one can leave ----
+def test_killed_before_the_log_of_the_night(clone):
+    clone.call("begin", "nov27")
+    clone.results.unlink()
+    assert "next: run, which trains" in clone.call("begin", "nov27")
+
+
+def test_killed_before_the_run(night):
+    night.edit("idea", 0.8)
+    night.git("commit", "-qam", "idea")
+    (night.folder / "run.new.log").write_text("commit")
+    assert "next: run, which trains" in night.call()
+    assert "val_bpb: 0.800000" in night.call("run")
+
+
 def test_killed_during_the_run_of_an_idea(night, tmp_path):
     hold, trained = tmp_path / "hold", tmp_path / "trained"
     hold.touch()
@@ -301,72 +475,82 @@ def test_killed_during_the_run_of_an_idea(night, tmp_path):
     assert all(os.getsid(number) != os.getsid(0) for number, _ in night.processes())
     assert "next: run, which waits for the run that is under way" in night.call()
     assert "a run is under way" in night.call("keep", "idea", code=2)
-    assert "a run is under way" in night.call("again", code=2)
     night.edit("next", 0.7)
-    assert "is still being trained; leave train.py alone" in night.call("run", "next", code=2)
+    assert "is still being trained; save your edit: git diff" in night.call("run", "next", code=2)
     night.git("checkout", "-q", "train.py")
     hold.unlink()
     assert "val_bpb: 0.800000" in night.call("run")  # joins
     assert "val_bpb: 0.800000" in night.call("run")  # shows
     assert trained.read_text() == "idea\n"
-    assert "0.100000 better than 0.900000" in night.call() and "keep, discard or" in night.call()
+    assert "0.100000 better than 0.900000" in night.call() and "keep or discard" in night.call()
 
 
 def test_the_run_itself_is_killed(night):
     run_idea(night, "idea", 0.8, "--wait", 0.3, HOLD=".")
     night.kill_run(spared="sh")  # the shell that runs train.py tells the code
     night.wait()
-    out = night.call()
-    assert "no valid score: exit 137\nnext: run, which trains it once more" in out
-    night.call("run", "--wait", 0.3, HOLD=".")
+    assert "no valid score: exit 137\nnext: if it was the machine, run --repeat; " in night.call()
+    night.call("run", "--repeat", "--wait", 0.3, HOLD=".")
     night.kill_run()
     night.wait()
-    assert "next: run --repeat if the machine was busy, else mend train.py" in night.call()
+    assert "next: if it was the machine, run; else mend" in night.call()
     assert "no valid score (cut off" in night.call("keep", "idea", code=2)
-    night.call("crash", "idea")
-    assert "cut off" in night.rows()[-1][4]
+    assert "val_bpb: 0.800000" in night.call("run")
 
 
-@pytest.mark.parametrize(
-    ("row", "tag", "command", "code"),
-    [
-        ("keep", False, ["run"], 2),
-        ("keep", False, ["again"], 0),
-        ("keep", False, ["keep", "x"], 2),
-        ("keep", True, [], 0),  # killed before the log of best
-        ("discard", False, [], 0),
-        ("crash", False, [], 0),
-    ],
-)
-def test_killed_after_the_row(night, row, tag, command, code):
-    """Any command moves `best`, or goes back to it."""
+def test_a_child_that_outlives_the_run_holds_nothing_up(night):
+    path = night.folder / "train.py"
+    path.write_text(path.read_text() + "\nimport subprocess\nsubprocess.Popen(['sleep', '60'])\n")
+    run_idea(night, "a child", 0.8)
+    assert "next: keep or discard" in night.call()
+    night.call("discard", "a child")
+    run_idea(night, "without", 0.7)
+    night.call("keep", "without")
+    night.kill_run()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("row", ["keep", "discard", "crash"])
+def test_killed_after_the_row(night, row, moved):
+    """The next command that changes the night moves `best`, or goes back to it."""
     run_idea(night, "idea", 0.8)
     night.add_row(row)
-    if tag:
-        night.git("tag", "-f", "best")
-    night.call(*command, code=code)
+    if moved and row == "keep":
+        night.git("tag", "-f", "best")  # killed before the log of best
+    elif moved:
+        night.git("checkout", "-q", "best", "--", "train.py")  # killed before the reset
+    out = night.call()
+    assert not night.is_at("start")  # it changes nothing
+    if not (moved and row == "keep"):
+        assert f"next: run, which completes the {row} of" in out
+    night.call("run", code=2)
     assert night.is_at("best") and night.is_at("start") == (row != "keep")
+    assert not night.git("status", "--porcelain")
     best = experiment.Log(night.folder / "best.log").block["val_bpb"]
     assert best == ("0.800000" if row == "keep" else "0.900000")
 
 
-def test_killed_in_again(night, tmp_path):
-    hold, trained = tmp_path / "hold", tmp_path / "trained"
-    hold.touch()
+def test_an_edit_after_a_row_is_not_lost(night):
     run_idea(night, "idea", 0.8)
-    out = night.call("again", "--wait", 0, HOLD=hold, TRAINED=trained)
-    assert out.endswith("next: again, which waits for this run\n")
-    assert "best is being trained again" in night.call("run", code=2)
-    hold.unlink()
-    night.wait()  # it ends, and the next command logs it
-    assert trained.read_text() == "baseline\n"
-    for _ in range(2):
-        assert [row[3] for row in night.rows()] == ["keep", "again"]
-        shutil.copy(night.folder / "best.log", night.folder / "again.log")  # killed after the row
-        night.call()
-    assert not (night.folder / "again.log").exists()
-    night.call("keep", "idea")
-    assert night.is_at("best")
+    night.add_row("discard")
+    night.edit("next", 0.7)
+    assert "has a verdict, and train.py has changed" in night.call("run", "next", code=2)
+    assert '"next"' in (night.folder / "train.py").read_text()
+    shutil.copy(night.folder / "train.py", night.folder / "next.py")
+    night.git("checkout", "-q", "HEAD", "train.py")
+    assert "has a row; change train.py first" in night.call("run", code=2)
+    shutil.copy(night.folder / "next.py", night.folder / "train.py")
+    assert "val_bpb: 0.700000" in night.call("run", "next")
+
+
+def test_a_touched_train_py_is_no_edit(night):
+    run_idea(night, "idea", 0.95)
+    path = night.folder / "train.py"
+    shutil.copy(path, night.folder / "copy.log")
+    (night.folder / "copy.log").replace(path)  # another inode and time
+    os.utime(path, (1, 1))
+    night.call("discard", "idea")
+    assert night.is_at("best") and not night.git("status", "--porcelain")
 
 
 def test_an_idea_that_broke_the_rules_does_not_come_back(night):
@@ -384,23 +568,16 @@ def test_a_lock_that_git_left(night, name):
     lock.touch()
     verdict = "keep" if name.startswith("refs") else "discard"
     out = night.call(verdict, "idea", code=2)
-    assert f"{name}': File exists. If no git command is running, delete that file." in out
+    assert f"{name}': File exists. If no git command is running, delete that file" in out
     lock.unlink()
-    night.call()
+    night.call("run", code=2)
     assert night.is_at("best") and [row[3] for row in night.rows()] == ["keep", verdict]
 
 
-def test_two_rows_of_one_commit_and_an_old_commit(night):
-    night.edit("idea", 0.8)
-    night.git("commit", "-qam", "idea")
-    night.add_row("discard")
-    night.add_row("keep")
-    night.call()
-    assert night.is_at("best") and not night.is_at("start")
-    night.git("switch", "-q", "--detach", "start")
-    assert "an old commit; git reset --keep best" in night.call()
-    assert "which has a row" in night.call("run", code=2)
-    assert not night.is_at("best")
+def test_a_lock_of_the_settings(clone):
+    (clone.folder / ".git/config.lock").touch()
+    out = clone.call("begin", "nov27", code=2)
+    assert "delete that file (it ends in .lock)" in out
 
 
 def limited(size):
@@ -413,13 +590,15 @@ def limited(size):
     return (sys.executable, "-c", code, str(size))
 
 
-def test_a_full_disk_ends_a_run(night):
+def test_a_full_disk_ends_a_run_and_loses_no_score(night):
     night.edit("idea", 0.8)
     night.git("commit", "-qam", "idea")
     assert "Free space" in night.call("run", code=2, prefix=limited(10))
     out = night.call("run", prefix=limited(200))
-    assert "no valid score: cut off: it was killed, or the disk was full (" in out
-    assert "val_bpb: 0.800000" in night.call("run")
+    assert "no valid score: cut off: it was killed, or the disk was full\n" in out
+    assert "val_bpb: 0.800000" in night.call("run", DATA="cc")
+    assert "Free space" in night.call("run", "--repeat", code=2, prefix=limited(10))
+    assert experiment.Log(night.folder / "run.log").score == 0.8
 
 
 def test_a_torn_row_is_told_and_a_full_disk_tears_none(night):
@@ -435,11 +614,41 @@ def test_a_torn_row_is_told_and_a_full_disk_tears_none(night):
     assert night.is_at("best") and [len(row) for row in night.rows()] == [5, 2, 5]
 
 
-# ---- Other people's shells ----
+def test_what_people_write_into_results(night):
+    """A column of their own, a description that is a column's name, and bytes that are no text."""
+    try_idea(night, "val_bpb", 0.95, "discard")
+    content = night.results.read_bytes()
+    header, _, rest = content.partition(b"\n")
+    rows = [line + b"\tmine" for line in rest.splitlines()]
+    night.results.write_bytes(b"\n".join([header + b"\tnotes", *rows, b""]))
+    try_idea(night, "idea", 0.96, "discard")
+    with open(night.results, "ab") as file:
+        file.write(b"c0ffee1\t0.97\t1.0\tdiscard\t\xff\n")
+    rows = experiment.read_results(night.results)
+    assert [row["val_bpb"] for row in rows] == ["0.900000", "0.950000", "0.960000", "0.97"]
+    assert "rows: 1 keep, 3 discard" in night.call()
+
+
+# ---- Older nights, and other people's shells ----
+@pytest.mark.parametrize("name", ["2026-11-22", "2026-11-25", "2026-11-26", "2026-11-27"])
+def test_an_older_night_goes_on(night, name):
+    """Its log may have rows of `again`; its commits are not in the clone."""
+    old = (ROOT / "nights" / name / "results.tsv").read_text().rstrip("\n").split("\n")
+    night.results.write_text("\n".join(old) + "\n")
+    rows = experiment.read_results(night.results)
+    to_beat = experiment.score_to_beat(rows)
+    out = night.call()
+    assert f"score to beat: {to_beat}\n" in out and "next: " in out
+    night.edit("idea", to_beat - 0.01)
+    assert f"0.010000 better than {to_beat:.6f}" in night.call("run", "idea")
+    night.call("keep", "idea")
+    assert len(experiment.read_results(night.results)) == len(rows) + 1 and night.is_at("best")
+
+
 def test_somebody_elses_shell_and_clone(clone):
     """With colours, another language, another repository, hooks, a branch `best`, and an editor
     that ends lines as Windows does."""
-    shell = {"FORCE_COLOR": "1", "PYTHONSAFEPATH": "1", "LC_ALL": "C", "LANGUAGE": "de"}
+    shell = {"FORCE_COLOR": "1", "LC_ALL": "C", "LANGUAGE": "de"}
     shell |= {"GIT_DIR": "/nowhere", "GIT_WORK_TREE": "/", "GIT_INDEX_FILE": "/nowhere/index"}
     hook = clone.folder / ".git/hooks/pre-commit"
     hook.parent.mkdir(exist_ok=True)
@@ -468,20 +677,24 @@ def play(night, ideas, kills, seed):
         left = [idea for idea in ideas if idea[0] not in tried]
         step = night.call().rpartition("next: ")[2]
         head = re.search('IDEA, SCORE = "(.*?)"', (night.folder / "train.py").read_text())[1]
-        if step.startswith(("change", "fifteen")):
+        if step.startswith("change"):
             if not left:
                 return
             night.edit(*left[0])
             command = ["run", left[0][0]]
-        elif step.startswith("keep, discard"):
-            score = float(experiment.Log(night.folder / "run.log").block["val_bpb"])
+        elif step.startswith("keep"):
+            score = experiment.Log(night.folder / "run.log").score
             to_beat = experiment.score_to_beat(experiment.read_results(night.results))
             command = ["keep" if score < to_beat else "discard", head]
-        elif step.startswith(("again", "run")):
-            command = [step.split()[0].strip(",")]
+        elif step.startswith("run"):
+            command = ["run"]
+        elif step.startswith("if it was the machine"):
+            wrong = "exit 1\n" in (night.folder / "run.log").read_text()
+            remedy = re.search("the machine, (run(?: --repeat)?)", step)[1].split()
+            command = ["crash", head] if wrong else remedy
         else:
-            assert step.startswith(("train.py has a change", "mend")), step
-            command = ["crash" if step.startswith("mend") else "run", head]
+            assert step.startswith("train.py has a change"), step
+            command = ["run", head]
         environment = os.environ | {"SLEEP": str(rng.choice([0, 0.2]))}
         where = {"cwd": night.folder, "env": environment, "stdout": subprocess.DEVNULL}
         command = [sys.executable, "tools/experiment.py", *command]
@@ -499,16 +712,16 @@ def play(night, ideas, kills, seed):
 
 def check_night(night, ideas, kills, seed):
     play(night, ideas, kills, seed)
-    rows = [row for row in night.rows() if row[3] != "again"]
+    rows = night.rows()
     names = [re.split(r", \d+ tok/s| \(", row[4])[0] for row in rows]
     assert names == ["baseline", *(name for name, _ in ideas)]  # each once, in order
     best = 0.9
     for row, (_, score) in zip(rows[1:], ideas):
-        if row[3] == "crash":  # its own, or it was killed twice
-            assert score == "1" or "(cut off" in row[4] or "(exit 137)" in row[4]
-            continue
-        assert row[1] == f"{score:.6f}" and row[3] == ("keep" if score < best else "discard")
-        best = min(best, score)
+        assert (row[3] == "crash") == (score == "1")
+        if score != "1":
+            verdict = "keep" if score < best else "discard"
+            assert (row[1], row[3]) == (f"{score:.6f}", verdict)
+            best = min(best, score)
     kept = [row[0] for row in rows if row[3] == "keep"]
     assert night.git("rev-parse", "--short", "refs/tags/best") == kept[-1] and night.is_at("best")
 

@@ -1,22 +1,32 @@
 """
-Carries out a night of experiments on train.py. git holds the code, results.tsv the scores.
+Carries out a night of experiments on train.py. git holds the code, results.tsv the verdicts.
 
     uv run tools/experiment.py                  where the night stands, and what to do next
     uv run tools/experiment.py begin nov27      make a branch, the tags start and best, a log
     uv run tools/experiment.py run "an idea"    commit train.py, train it, show its score
     uv run tools/experiment.py keep "an idea, and what was learned"    or discard, or crash
-    uv run tools/experiment.py again            train best once more; its new score counts
 
 A run outlives the command that started it; the same command then waits for it. A command that was
-killed may be repeated: the next one, whichever it is, completes what it began.
+killed may be repeated. What a kill can leave, and the command that goes on from there:
+
+    a branch without results.tsv                         begin
+    HEAD, a commit after best, without a run             run
+    run.log without its last line, `exit CODE`           run, which waits, or trains it again
+    run.log of HEAD, with no row since it began          keep, discard or crash
+    a row, but `best` or HEAD has not moved              each of run, keep, discard and crash
+
+Only commands with a name change anything, one at a time.
 """
 
 import argparse
+import contextlib
 import errno
 import fcntl
+import functools
+import math
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,15 +34,24 @@ from collections import Counter
 from pathlib import Path
 
 RESULTS = Path("results.tsv")
-RUN = Path("run.log")  # the run of an idea
-AGAIN = Path("again.log")  # a run of best that has no row yet
+RUN = Path("run.log")  # the run of HEAD
 BEST = Path("best.log")  # the run whose score is to beat
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
-SHOWN = ("val_bpb", "tokens_per_second", "num_steps", "peak_vram_mb", "curve")
-NOTICES = re.compile("run:|width:|rows at a time:|out of memory:|continuing|warning:")
-MUST_AGREE = ("profile", "time_budget", "seed", "data", "prepare")
+SHOWN = ("val_bpb", "tokens_per_second", "num_steps", "peak_vram_mb", "attention", "curve")
+NOTICES = re.compile("width:|rows at a time:|out of memory:|continuing|warning:")
+MUST_AGREE = ("profile", "time_budget", "seed", "data", "prepare", "device", "threads", "torch")
 TIME_LIMIT = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300) + 900  # seconds
-JUDGE = 'keep, discard or crash "what it was, and what you learned"'
+SAVE = (
+    "save your edit: git diff HEAD train.py > edit.log; git checkout HEAD train.py. Then judge the "
+    "run, and put the edit back: git apply -3 edit.log"
+)
+MOVE = "restore that and `run --repeat`; if you cannot, crash it, `run --repeat` best and keep that"
+# Bits per byte per factor e of tokens. On two cores 0.145 were measured on English and 0.05 to 0.10
+# on Python sources; Chinchilla's law (arXiv 2203.15556) gives `full` 0.13.
+LOSS_PER_E = 0.12
+FIRST_CODE = 12  # ideas, before the first that turns only knobs; later one in KNOB_SHARE may
+KNOB_SHARE = 4
+COMBINE_AFTER = 15  # ideas
 
 
 def fail(sentence):
@@ -41,22 +60,24 @@ def fail(sentence):
 
 
 # ---- git ----
-def git(*args):
-    """Returns what a git command prints. Exits with its first complaint."""
+def git(*args, missing=None):
+    """Returns what a git command prints; if it fails, `missing`, or exits with its complaint."""
     elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # may name another repository
     own = {key: value for key, value in os.environ.items() if key not in elsewhere}
     own |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # only write on purpose; in English
     done = subprocess.run(["git", *args], env=own, capture_output=True, text=True)
-    if done.returncode:
-        complaint = (done.stderr.strip() or "failed").splitlines()[0]
-        if "File exists" in complaint:  # a lock that a killed git has left
-            complaint += " If no git command is running, delete that file."
-        fail(f"git {args[0]}: {complaint}")
-    return done.stdout.strip()
+    if not done.returncode:
+        return done.stdout.strip()
+    if missing is not None:
+        return missing
+    complaint = (done.stderr.strip() or "failed").splitlines()[0]
+    if "File exists" in complaint:  # a lock that a killed git has left
+        complaint += " If no git command is running, delete that file (it ends in .lock)."
+    return fail(f"git {args[0]}: {complaint}")
 
 
-def commit_of(name):
-    return git("rev-parse", "--short", "--verify", f"{name}^{{commit}}")
+def commit_of(name, missing=None):
+    return git("rev-parse", "--short", "--verify", f"{name}^{{commit}}", missing=missing)
 
 
 def best_commit():
@@ -68,25 +89,29 @@ def is_same(commit, other):
     return bool(commit and other) and (commit.startswith(other) or other.startswith(commit))
 
 
-def train_is_changed():
-    return bool(git("status", "--porcelain", "--", "train.py"))
+def train_differs(commit):
+    """Whether train.py has another content than in a commit."""
+    return bool(git("diff", "--name-only", commit, "--", "train.py"))
+
+
+@functools.cache
+def code_of(commit):
+    """Returns train.py of a commit without its block of knobs; "" if the commit is gone."""
+    text = git("show", f"{commit}:train.py", missing="")
+    return re.sub(r"^# ---- Knobs.*?(?=^# ---- )", "", text, flags=re.S | re.M)
 
 
 # ---- results.tsv ----
 def read_results(path=RESULTS):
-    """Returns a dictionary per row of results.tsv. A header line replaces COLUMNS; the last
-    column may hold tabs. Prints the lines that are left out."""
-    columns = COLUMNS
+    """Returns a dictionary per row of results.tsv, whatever columns follow the five. Prints the
+    lines that are left out."""
     rows = []
     for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
-        fields = [field.strip() for field in line.split("\t", len(columns) - 1)]
-        if "val_bpb" in fields:
-            columns = [field.strip() for field in line.split("\t")]
-        elif len(fields) == len(columns):
-            row = dict.fromkeys(COLUMNS, "") | dict(zip(columns, fields, strict=True))
-            rows.append(row | {"status": row["status"].lower()})
-        elif line.strip():
-            print(f"left out of {path.name}, not {len(columns)} columns: {line[:80]!a}")
+        fields = [field.strip() for field in line.split("\t")]
+        if len(fields) >= len(COLUMNS) and fields[0] != COLUMNS[0]:
+            rows.append(dict(zip(COLUMNS, fields)) | {"status": fields[3].lower()})
+        elif line.strip() and fields[0] != COLUMNS[0]:
+            print(f"left out of {path.name}, not {len(COLUMNS)} columns: {line[:80]!a}")
     return rows
 
 
@@ -114,18 +139,30 @@ def find_row(rows, commit):
     return next((row for row in reversed(rows) if is_same(row["commit"], commit)), None)
 
 
-def score_of(row):
-    """Returns the score of a row, NaN if it has none."""
+def score_of(text):
+    """Returns a score, NaN if the text is none."""
     try:
-        return float(row["val_bpb"])
-    except ValueError:
-        return float("nan")
+        return float(text)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def is_judge(row):
+    return row["status"] in ("keep", "again")  # older nights trained best `again`
 
 
 def score_to_beat(rows):
-    """Returns the score of the last keep or again, None before the first."""
-    scores = [score_of(row) for row in rows if row["status"] in ("keep", "again")]
+    """Returns the score of the last keep, None before the first."""
+    scores = [score_of(row["val_bpb"]) for row in rows if is_judge(row)]
     return scores[-1] if scores else None
+
+
+def ideas_of(rows):
+    """Returns the rows of ideas: without the baseline, and without runs of best."""
+    first = {}
+    for row in rows:
+        first.setdefault(row["commit"], row)
+    return [row for row in list(first.values())[1:] if row["status"] != "again"]
 
 
 # ---- Runs ----
@@ -135,47 +172,45 @@ class Log:
     def __init__(self, path):
         text = path.read_text(errors="replace") if path.exists() else ""
         self.text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # without colours
-        header = re.match(r"commit (\w+), attempt (\d+), after (\d+) rows\n", self.text)
+        header = re.match(r"commit (\w+),.* after (\d+) rows(?:, at (\d+))?\n", self.text)
         self.commit = header[1] if header else ""
-        self.attempt = int(header[2]) if header else 0
-        self.rows = int(header[3]) if header else 0  # of results.tsv when it began
+        self.rows = int(header[2]) if header else 0  # of results.tsv when it began
+        self.began = int(header[3] or 0) if header else 0
         last = re.search(r"^exit (\d+)\n\Z", self.text, re.M)
         self.code = int(last[1]) if last else None
         block = self.text.partition("\n---\n")[2]
         self.block = dict(re.findall(r"^(\w+): (.*)$", block, re.M))
-        self.problem = None if self.block.get("integrity") == "ok" else self.find_problem()
+        self.score = score_of(self.block.get("val_bpb"))
+        self.problem = self.find_problem()
 
     def find_problem(self):
-        if self.block.get("integrity"):
-            return self.block["integrity"]
+        """Returns why the run has no valid score, None if it has one."""
+        integrity = self.block.get("integrity")
+        if integrity == "ok" and math.isfinite(self.score):
+            return None
+        if integrity:
+            return integrity if integrity != "ok" else "val_bpb is no number"
         if self.code is None:
-            free = shutil.disk_usage(".").free / 2**20
-            return f"cut off: it was killed, or the disk was full ({free:.0f} MB are free now)"
-        if self.code == 124:
-            return f"exit 124, since it took over {TIME_LIMIT:g} s"
-        return f"exit {self.code}"
+            return "cut off: it was killed, or the disk was full"
+        return f"exit {self.code}" + f", over {TIME_LIMIT:g} s" * (self.code == 124)
 
-    def is_disturbed(self):
-        """Whether the machine, and not the idea, may be to blame for the problem."""
-        if not self.problem:
-            return False
-        flagged = re.match("overtime|startup|evaluation", self.problem)
-        return bool(flagged) or self.code in (None, 137, 143)
+    def is_of(self, commit, rows):
+        """Whether it is the run of a commit and has no verdict yet."""
+        return is_same(self.commit, commit) and not find_row(rows[self.rows :], commit)
 
-    def may_be_repeated(self):
-        return self.code == 2 or self.is_disturbed() and self.attempt < 2  # 2: set-up or usage
+    def number(self, key):
+        return score_of(self.block.get(key))
 
-    def memory_gb(self):
-        return float(self.block["peak_vram_mb"]) / 1024
-
-    def speed(self):
-        return float(self.block["tokens_per_second"])
+    def progress(self):
+        """Returns pairs (per cent of the time budget, loss)."""
+        lines = re.findall(r"^step +\d+ +(\d+)% loss ([\d.]+)", self.text, re.M)
+        return [(int(share), float(loss)) for share, loss in lines]
 
 
-def lock(handle):
+def lock(handle, kind=fcntl.LOCK_EX):
     """Locks an open file until it is closed. Returns False if another process has the lock."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -183,72 +218,95 @@ def lock(handle):
     return True
 
 
-def is_running(path):
-    """A log stays locked while a process of its run lives."""
-    if not path.exists():
+def is_running():
+    """The log of a run is locked until its last line, `exit CODE`."""
+    if not RUN.exists() or Log(RUN).code is not None:
         return False
-    with open(path, "r+") as file:
-        return not lock(file)
+    with open(RUN) as file:
+        return not lock(file, fcntl.LOCK_SH)
 
 
-def start(path, commit, rows, *command):
-    """Starts a command whose output, and last the line `exit CODE`, goes to a log. It survives this
-    process. The lock belongs to the open file, which the run has as its standard output."""
-    before = Log(path)
-    attempt = before.attempt + 1 if is_same(before.commit, commit) else 1
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    if not lock(handle):
-        return  # another call was faster: wait for its run
-    os.ftruncate(handle, 0)
-    header = f"commit {commit}, attempt {attempt}, after {len(rows)} rows\n".encode()
-    if shutil.disk_usage(".").free < 2**20 or os.write(handle, header) < len(header):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+def start(commit, rows):
+    """Trains train.py. Its output, and last the line `exit CODE`, goes to RUN. The run survives
+    this process. The lock belongs to the open file, which the run has as its standard output."""
+    new = RUN.with_suffix(".new.log")  # the old one stays until this one is sure
+    new.unlink(missing_ok=True)
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    lock(handle)
+    header = f"commit {commit}, after {len(rows)} rows, at {time.time():.0f}\n".encode()
+    if os.write(handle, header) < len(header):
+        raise OSError(errno.ENOSPC, "No space left on device", str(new))
+    new.replace(RUN)
     shell = ["sh", "-c", '"$@"; printf "\\nexit %s\\n" $?', "sh", "timeout", "-k", "30"]
-    own = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
-    subprocess.Popen(
-        [*shell, str(TIME_LIMIT), sys.executable, *command],
-        env=own,
-        stdin=subprocess.DEVNULL,
-        stdout=handle,
-        stderr=handle,
-        start_new_session=True,
-    )
+    command = [*shell, str(TIME_LIMIT), sys.executable, "train.py"]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": handle, "stderr": handle}
+    subprocess.Popen(command, start_new_session=True, **streams)
     os.close(handle)
-    print(f"training {commit}; to watch it: tail -f {path}", flush=True)
+    print(f"training {commit}", flush=True)
 
 
-def wait_for(path, seconds):
-    """Returns the log of a run that has ended. After `seconds` shows how far it is, and exits."""
-    waiting = os.open("tools", os.O_RDONLY)
-    alone = lock(waiting)
-    if not alone:
-        print("another command waits for this run, too: if you started none, another agent works")
-        print("in this folder. Stop then, since there must be one at a time.")
+def wait(seconds):
+    """Returns the log of the run once that has ended. After `seconds` exits."""
     end = time.monotonic() + seconds
-    while is_running(path):
+    while is_running():
         if time.monotonic() > end:
-            print("the run's last line:", Log(path).text.strip().rpartition("\n")[2][:200])
-            command = "again" if path == AGAIN else "run"
-            print(f"next: {command}, which waits for this run")
+            show_progress()
+            print("next: run, which waits for this run")
             raise SystemExit
         time.sleep(0.2)
-        alone = alone or lock(waiting)  # the other may have been a short one
-    os.close(waiting)
-    return Log(path)
+    return Log(RUN)
+
+
+def show_progress():
+    """Prints how far the run is, and what best's loss was there."""
+    log = Log(RUN)
+    minutes, seconds = divmod(int(time.time() - log.began), 60)
+    line = f"{minutes}:{seconds:02d} elapsed, not training yet"
+    if log.progress():
+        share, loss = log.progress()[-1]
+        line = f"{minutes}:{seconds:02d} elapsed, {share} % of the training, loss {loss:.4f}"
+        before = [loss for at, loss in Log(BEST).progress() if at <= share]
+        line += f"; best had {before[-1]:.4f} here" if before else ""
+    print(line)
 
 
 def differences(log):
     """Returns what makes a run not comparable with that of the score to beat."""
     best = Log(BEST).block
-    pairs = [(key, best.get(key), log.block.get(key)) for key in MUST_AGREE if best]
+    pairs = [(key, best[key], log.block.get(key)) for key in MUST_AGREE if key in best]
     return ", ".join(f"{key} {before} -> {now}" for key, before, now in pairs if before != now)
 
 
+def is_elsewhere(log):
+    """Whether an idea's run cannot be judged; a new run of best sets the score to beat anew."""
+    return bool(differences(log)) and not is_same(log.commit, best_commit())
+
+
+def compare(log, best, to_beat):
+    """Prints how two runs compare, as they are and at equal steps."""
+
+    def versus(score):
+        return f"{score:.6f}, {abs(to_beat - score):.6f} {'better' if score < to_beat else 'worse'}"
+
+    def ratio(key):  # NaN if best has no log
+        return log.number(key) / best.number(key)
+
+    print(f"{versus(log.score)} than {to_beat:.6f}, the score to beat")
+    if ratio("total_tokens_M") > 0:
+        score = log.score + LOSS_PER_E * math.log(ratio("total_tokens_M"))
+        flops = ratio("flops_per_token") - 1
+        work = f" (FLOPs per token: {flops:+.0%})" if abs(flops) > 0.005 else ""
+        print(f"at best's number of tokens: {versus(score)}, if it costs no time{work}")
+
+
 def show(log, rows):
-    """Prints what matters of the run of an idea, and how it compares with that of best."""
+    """Prints what matters of a run, and how it compares with that of best."""
     best = Log(BEST)
-    print(git("log", "-1", '--format=%h "%s"', log.commit))
-    lines = [line[:200] for line in log.text.splitlines() if line.strip()]
+    kind = ""
+    if not is_same(log.commit, best_commit()):
+        kind = "; knobs alone" if is_knob(log.commit) else "; code"
+    print(git("log", "-1", '--format=%h "%s"', log.commit) + kind)
+    lines = [line[:200] for line in log.text.splitlines() if line.strip() and line[:5] != "exit "]
     for line in filter(NOTICES.match, lines):
         print(line)
     if log.problem:
@@ -260,62 +318,60 @@ def show(log, rows):
     changed = differences(log)
     if changed:
         print(f"does not compare with best: {changed}")
-        return
-    to_beat = score_to_beat(rows)
-    if to_beat is None:
-        return
-    gain = to_beat - float(log.block["val_bpb"])
-    word = "better" if gain > 0 else "worse"
-    print(f"{abs(gain):.6f} {word} than {to_beat:.6f}, the score to beat")
-    faster = log.speed() / best.speed() - 1 if best.block else 0
-    if abs(faster) <= 0.1 or (faster > 0) != (gain > 0):  # its speed did not decide
-        return
-    remedy = "train best `again`"
-    if rows[-1]["status"] == "again":  # that is done
-        if RUN.stat().st_mtime > BEST.stat().st_mtime:
-            return
-        remedy = "train the idea again (`run --repeat`)"
-    print(f"speed {faster:+.0%}: if the change does not explain it, {remedy} before you judge")
+    elif score_to_beat(rows) is not None:
+        compare(log, best, score_to_beat(rows))
 
 
 # ---- The night ----
-def finish():
-    """Completes what a kill interrupted. Returns the rows."""
-    if not RESULTS.exists():
-        fail('there is no night here; begin one: uv run tools/experiment.py begin "$(date +%b%d)"')
-    rows = read_results()
-    log = Log(AGAIN)
-    if log.commit and not log.problem and not is_running(AGAIN):
-        changed = differences(log)
-        if changed:
-            AGAIN.unlink()
-            fail(
-                f"best, trained again, does not compare: {changed}; restore what it was, then "
-                "`again`."
-            )
-        later = rows[log.rows :]
-        logged = [row for row in later if row["status"] == "again"]
-        if not find_row(logged, log.commit):
-            text = f"best again: it was {score_to_beat(rows):.6f}, {log.speed():.0f} tok/s"
-            score = log.block["val_bpb"]
-            add_row(log.commit, score, f"{log.memory_gb():.1f}", "again", text)
-        AGAIN.replace(BEST)
+def is_knob(commit):
+    """Whether a commit changes only knobs of train.py."""
+    return code_of(commit) == code_of(f"{commit}^") != ""
+
+
+@contextlib.contextmanager
+def changing():
+    """Keeps other commands from changing the night. Completes what a kill interrupted, and yields
+    the rows."""
+    handle = os.open("tools", os.O_RDONLY)
+    if not lock(handle):
+        fail("another command is changing this night at this moment; repeat this.")
+    try:
+        branch = git("branch", "--show-current")
+        if not branch.startswith("autoresearch/"):
+            fail(f"this is branch {branch or 'of no name'}, not the night's; git switch to it.")
         rows = read_results()
+        complete(rows)
+        yield rows
+    finally:
+        os.close(handle)
+
+
+def complete(rows):
+    """Moves `best` to a kept commit, or goes back to it from another that has a row."""
     head = commit_of("HEAD")
     if rows and is_same(rows[-1]["commit"], head) and head != best_commit():
-        if rows[-1]["status"] in ("keep", "again"):
+        if is_judge(rows[-1]):
             git("tag", "-f", "best")
         else:
-            git("reset", "-q", "--keep", "refs/tags/best")
-    row = find_row(rows, Log(RUN).commit)
+            go_back(head)
+    log = Log(RUN)
+    row = find_row(rows[log.rows :], log.commit)
     if row and row["status"] == "keep":
         RUN.replace(BEST)
-    return rows
+
+
+def go_back(head):
+    if train_differs("HEAD") and train_differs("refs/tags/best"):
+        fail(f"{head} has a verdict, and train.py has changed since; {SAVE}")
+    git("checkout", "-q", "refs/tags/best", "--", "train.py")  # first, since HEAD tells what to do
+    git("reset", "-q", "refs/tags/best")
 
 
 def begin(name):
     if RESULTS.exists():
         fail("results.tsv is there: a night is under way. Call this tool without a command.")
+    if git("rev-parse", "--git-dir") != git("rev-parse", "--git-common-dir"):
+        fail("this is a worktree, which shares the tag best with others; make a clone.")
     changed = git("status", "--porcelain")
     if changed:
         fail(f"{changed.splitlines()[0]}: not committed; commit or undo it (see git status).")
@@ -326,11 +382,14 @@ def begin(name):
         git("config", "user.name", "autoresearch")
         git("config", "user.email", "autoresearch@localhost")
     branch = f"autoresearch/{name}"
-    if git("branch", "--show-current") != branch:
-        git("switch", "-q", "-c", branch)
+    git("check-ref-format", "--branch", branch)
+    git("branch", branch, missing="")  # a begin that was killed has made it
+    if commit_of(f"refs/heads/{branch}") != commit_of("HEAD"):
+        fail(f"branch {branch} is there, at another commit; choose another name.")
+    git("switch", "-q", branch)
     git("tag", "-f", "start")
     git("tag", "-f", "best")
-    for log in (RUN, AGAIN, BEST):
+    for log in (RUN, BEST):
         log.unlink(missing_ok=True)
     unfinished = RESULTS.with_suffix(".log")  # git ignores it
     unfinished.write_text("\t".join(COLUMNS) + "\n")
@@ -339,162 +398,161 @@ def begin(name):
 
 
 def commit_idea(message, rows):
-    """Commits train.py, on top of best or in the place of an idea that has no row yet."""
+    """Commits train.py after best, or in the place of a commit after it that has no score."""
     head = commit_of("HEAD")
     log = Log(RUN)
+    if log.is_of(head, rows) and not log.problem:
+        fail(f"{head} has a score and no verdict; {SAVE}")
     if not rows and not (is_same(log.commit, head) and log.problem):
         fail("train.py must first be trained as it is; undo your change, then run.")
     args = ["-m", message] if message else ["--no-edit"]
-    if not find_row(rows, head) and head != best_commit():
+    if head != best_commit():
         args.append("--amend")
     elif not message:
         fail('say in a few words what you try: run "short window 16".')
     git("commit", "-q", *args, "--", "train.py")
 
 
-def run(message, seconds, repeat):
-    rows = finish()
-    if is_running(AGAIN):
-        fail("best is being trained again; wait for that with `again`.")
+def prepare_run(message, rows, repeat):
+    """Commits train.py and starts its run, unless that is under way or has ended."""
     head = commit_of("HEAD")
-    if is_running(RUN):
-        commit = Log(RUN).commit
-        if not is_same(commit, head):
-            fail(f"{commit} is being trained, but HEAD is {head}: does another agent work here?")
-        if message and train_is_changed():
-            fail(f"{head} is still being trained; leave train.py alone and wait with `run`.")
-    else:
-        if train_is_changed():
-            commit_idea(message, rows)
-            head = commit_of("HEAD")
-        if find_row(rows, head):
-            fail(f"HEAD is {head}, which has a row; change train.py, or train best `again`.")
-        others = git("diff", "--name-only", "refs/tags/best", "HEAD", "--", ".", ":!train.py")
-        if others:
-            fail(
-                f"{head} changes {others.split()[0]}, too; take that out: git checkout best -- "
-                f"{others.split()[0]}; git commit --amend --no-edit"
-            )
-        log = Log(RUN)
-        if repeat or not is_same(log.commit, head) or log.may_be_repeated():
-            start(RUN, head, rows, "train.py")
-    show(wait_for(RUN, seconds), rows)
+    log = Log(RUN)
+    if is_running():
+        if not is_same(log.commit, head):
+            fail(f"{log.commit} is being trained, but HEAD is {head}: does another agent work?")
+        if message and train_differs("HEAD"):
+            fail(f"{head} is still being trained; {SAVE}")
+        return
+    if head != best_commit() and (
+        find_row(rows, head) or commit_of("HEAD^", missing="") != best_commit()
+    ):
+        fail(f"HEAD is {head}, which does not follow best; `git reset --soft best`, then run.")
+    if train_differs("HEAD"):
+        commit_idea(message, rows)
+        head = commit_of("HEAD")
+    if not log.is_of(head, rows):
+        if find_row(rows, head) and not repeat:
+            fail(f"HEAD is {head}, which has a row; change train.py first, or `run --repeat` best.")
+        start(head, rows)
+    elif log.code in (None, 2) or repeat and (log.problem or is_elsewhere(log)):
+        start(head, rows)
+    elif repeat:
+        print(f"{head} has a score, which a second run would only draw anew; judge it")
 
 
-def again(seconds):
-    rows = finish()
-    if is_running(RUN):
-        fail("a run is under way; wait for it with `run`.")
-    if score_to_beat(rows) is None:
-        fail("there is no score to beat yet; train and keep the baseline.")
-    if not is_running(AGAIN):
-        best = best_commit()
-        start(AGAIN, best, rows, "tools/rerun.py", best)
-    log = wait_for(AGAIN, seconds)
-    if log.problem:
-        show(log, rows)
-        print("next: again, once an error above is mended")
-        raise SystemExit
-    before = Log(BEST)
-    rows = finish()
-    for key in SHOWN:
-        print(f"{key} of best: {log.block.get(key)}; it was {before.block.get(key)}")
-    idea = Log(RUN)
-    if is_same(idea.commit, commit_of("HEAD")) and not idea.problem:
-        show(idea, rows)
+def run(message, seconds, repeat):
+    with changing() as rows:
+        prepare_run(message, rows, repeat)
+    show(wait(seconds), rows)
 
 
 def judge(status, text):
-    rows = finish()
-    head = commit_of("HEAD")
-    log = Log(RUN)
-    if is_running(RUN) or is_running(AGAIN):
-        fail("a run is under way; wait for it with `run` or `again`.")
-    if find_row(rows, head):
-        fail(f"HEAD is {head}, which has a row already; nothing is left to judge.")
-    if not is_same(log.commit, head):
-        fail(f"HEAD is {head}, which has not been trained; use `run`.")
-    if train_is_changed():
-        fail("train.py has changed since this run; undo that (git checkout train.py) or `run` it.")
-    score = ""
-    memory = "0"
-    if status == "crash":
-        text += f" ({log.problem})" if log.problem else ""
-    else:
-        if log.problem:
-            fail(f"this run has no valid score ({log.problem}); use `run` or `crash`.")
-        changed = differences(log)
-        if changed:
-            fail(
-                f"this run does not compare with the score to beat: {changed}; restore what it "
-                "was, then `run --repeat`."
-            )
-        score = log.block["val_bpb"]
-        memory = f"{log.memory_gb():.1f}"
-        text += f", {log.speed():.0f} tok/s"
-    add_row(head, score, memory, status, text)
-    finish()
-    print(f"{status}: {head} {score} {text}")
+    with changing() as rows:
+        head = commit_of("HEAD")
+        log = Log(RUN)
+        if is_running():
+            fail("a run is under way; wait for it with `run`.")
+        if not log.is_of(head, rows):
+            state = "has a row already" if find_row(rows, head) else "has not been trained"
+            fail(f"HEAD is {head}, which {state}; change train.py and `run` it.")
+        if train_differs("HEAD"):
+            fail(f"train.py has changed since this run; {SAVE}")
+        subject = git("log", "-1", "--format=%s")
+        if head != best_commit() and not text.startswith(subject):
+            text = f"{subject}: {text}"
+        score = ""
+        memory = "0"
+        if status == "crash":
+            text += f" ({log.problem})" if log.problem else ""
+        elif log.problem:
+            fail(f"this run has no valid score ({log.problem}); mend it and `run`, or `crash` it.")
+        elif is_elsewhere(log):
+            fail(f"this run does not compare with best: {differences(log)}; {MOVE}.")
+        else:
+            score = log.block["val_bpb"]
+            memory = f"{log.number('peak_vram_mb') / 1024:.1f}"
+            text += f", {log.block.get('tokens_per_second')} tok/s"
+        add_row(head, score, memory, status, text)
+        complete(read_results())
+    print(f"{status}: {head} {text}")
 
 
-def closest_discards(rows):
-    """Returns of the last fifteen ideas the six discards that came closest to the score they had to
-    beat, closest first."""
-    ideas = []
-    to_beat = float("nan")
-    for row in rows:
-        if row["status"] != "again":
-            ideas.append((score_of(row) - to_beat, row))
-        if row["status"] in ("keep", "again"):
-            to_beat = score_of(row)
-    discards = [idea for idea in ideas[-15:] if idea[1]["status"] == "discard"]
-    return [row["commit"] for _, row in sorted(discards, key=lambda idea: idea[0])[:6]]
+def due_combination(rows):
+    """Returns of the last fifteen ideas the discards that came closest to the score they had to
+    beat, closest first; none if a combination is among these ideas."""
+    ideas = ideas_of(rows)[-COMBINE_AFTER:]
+    done = any(idea["description"].lower().startswith("combination") for idea in ideas)
+    if done or len(ideas) < COMBINE_AFTER:
+        return []
+    discards = []
+    for idea in ideas:
+        if idea["status"] == "discard":
+            to_beat = score_to_beat(rows[: rows.index(idea)]) or math.nan
+            discards.append((score_of(idea["val_bpb"]) - to_beat, idea["commit"]))
+    return [commit for _, commit in sorted(discards)[:6]]
+
+
+def count_ideas(rows):
+    """Returns how many ideas were code and how many knobs, and what the next one may be."""
+    commits = [row["commit"] for row in ideas_of(rows)]
+    knobs = sum(is_knob(commit) for commit in commits)
+    total = len(commits)
+    allowed = total >= FIRST_CODE and KNOB_SHARE * (knobs + 1) <= total + 1
+    following = "code, or a knob of a part that was kept" if allowed else "code"
+    return f"ideas {total}: {total - knobs} code, {knobs} knobs; next one: {following}"
 
 
 def next_step(rows):
     head = commit_of("HEAD")
-    if is_running(AGAIN):
-        return "again, which waits for the run of best"
-    if is_running(RUN):
+    log = Log(RUN)
+    if is_running():
         return "run, which waits for the run that is under way"
-    if not find_row(rows, head):
-        log = Log(RUN)
-        if not is_same(log.commit, head):
-            return f"run, which trains {head}"
+    if log.is_of(head, rows):
+        if not log.problem and train_differs("HEAD"):
+            return SAVE
+        if not log.problem and head == best_commit():
+            return 'keep "baseline", which makes this the score to beat'
         if not log.problem:
-            return "restore what it was, then run --repeat" if differences(log) else JUDGE
+            return MOVE if is_elsewhere(log) else 'keep or discard "what you learned"'
         if log.code == 2:
             return "do what the error says, then run"
-        if log.may_be_repeated():
-            return "run, which trains it once more"
-        if log.is_disturbed():
-            return "run --repeat if the machine was busy, else mend train.py and run, or crash it"
-        return 'mend train.py and run, or crash "what it was, and why it failed"'
+        again = "run" if log.code is None else "run --repeat"
+        return f'if it was the machine, {again}; else mend train.py and run, or crash "why"'
     if head != best_commit():
-        return f"HEAD is {head}, an old commit; git reset --keep best"
-    if train_is_changed():
-        return 'train.py has a change: run "what it tries", or undo it: git checkout train.py'
-    statuses = [row["status"] for row in rows]
-    gained = max((i for i, status in enumerate(statuses) if status in ("keep", "again")), default=0)
-    if statuses[gained:].count("discard") >= 10:
-        return "again, after ten discards in a row"
-    ideas = len(statuses) - statuses.count("again") - 1  # without the baseline
-    if ideas % 16 == 15 and len(closest_discards(rows)) > 1:  # the sixteenth is the next one
-        return f"fifteen ideas are done: try these together: {' '.join(closest_discards(rows))}"
+        if rows and is_same(rows[-1]["commit"], head):
+            return f"run, which completes the {rows[-1]['status']} of {head}"
+        if find_row(rows, head):
+            return f"HEAD is {head}, an old commit; git reset --keep best"
+        return f"run, which trains {head}"
+    if not rows:
+        return f"run, which trains {head} as it is"
+    if train_differs("HEAD"):
+        return 'train.py has a change: run "what it tries", or git checkout HEAD train.py'
     return 'change train.py, then run "what you try"'
 
 
 def describe_night(rows):
-    """Prints where the night stands, with the idea that waits for a verdict."""
+    """Prints where the night stands, with the run that is under way or waits for a verdict."""
     counts = Counter(row["status"] for row in rows)
     counts = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"branch {git('branch', '--show-current')}; rows: {counts or 'none'}")
     print("best:", git("log", "-1", '--format=%h "%s"', "refs/tags/best"))
     print(f"score to beat: {score_to_beat(rows)}")  # None before the baseline is kept
-    head = commit_of("HEAD")
-    idea = Log(RUN)
-    if not find_row(rows, head) and is_same(idea.commit, head) and not is_running(RUN):
-        show(idea, rows)
+    for i, row in list(enumerate(rows))[-5:]:
+        gain = (score_to_beat(rows[:i]) or math.nan) - score_of(row["val_bpb"])
+        gain = f"{gain:+.4f}" if math.isfinite(gain) else "none"
+        print(f"  {row['commit']} {row['status']:7} {gain:7} {row['description'][:120]}")
+    ideas = ideas_of(rows)
+    kept = [i for i, idea in enumerate(ideas, 1) if idea["status"] == "keep"]
+    print(f"ideas since the last keep: {len(ideas) - max(kept, default=0)}", end="")
+    made = [git("log", "-1", "--format=%ct", row["commit"], missing="") for row in ideas[::-1]]
+    made = [int(seconds) for seconds in made if seconds]  # of commits that are in this clone
+    hours = (made[0] - made[-1]) / 3600 if made else 0
+    print(f"; per hour: {(len(made) - 1) / hours:.1f}" if hours else "")
+    if is_running():
+        show_progress()
+    elif Log(RUN).is_of(commit_of("HEAD"), rows):
+        show(Log(RUN), rows)
 
 
 def main():
@@ -502,33 +560,33 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("begin", help="begin a night").add_argument("name", help="such as nov27")
-    commands.add_parser("run", help="train an idea").add_argument("message", nargs="?")
-    commands.choices["run"].add_argument("--repeat", action="store_true", help="even if it has run")
-    commands.add_parser("again", help="train best once more")
-    for name in ("run", "again"):
-        commands.choices[name].add_argument(
-            "--wait", type=float, default=540, help="seconds until it says how far it is (540)"
-        )
-    for status in ("keep", "discard", "crash"):
-        commands.add_parser(status, help="log, then move or restore best").add_argument(
-            "description"
-        )
+    commands.add_parser("begin", help="begin a night").add_argument("text", help="such as nov27")
+    train = commands.add_parser("run", help="train an idea")
+    train.add_argument("text", nargs="?", help="the idea in a few words")
+    train.add_argument("--repeat", action="store_true", help="if it has no score, or on best")
+    train.add_argument("--wait", type=float, default=540, help="at most so many seconds (540)")
+    for verdict in ("keep", "discard", "crash"):
+        commands.add_parser(verdict, help="log, then move or restore best").add_argument("text")
     args = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     os.chdir(Path(__file__).resolve().parents[1])
     try:
         if args.command == "begin":
-            begin(args.name)
+            begin(args.text)
             return
+        if not RESULTS.exists():
+            fail("there is no night here; uv run tools/experiment.py begin NAME begins one.")
         if args.command == "run":
-            run(args.message, args.wait, args.repeat)
-        elif args.command == "again":
-            again(args.wait)
+            run(args.text, args.wait, args.repeat)
         elif args.command:
-            judge(args.command, args.description)
+            judge(args.command, args.text)
         else:
-            describe_night(finish())
-        print("next:", next_step(read_results()))
+            describe_night(read_results())
+        rows = read_results()
+        print(f"next: {next_step(rows)}\n{count_ideas(rows)}")
+        closest = due_combination(rows)
+        if len(closest) > 1:
+            print(f'due: apply {" ".join(closest)} to best, then run "combination of ..."')
     except OSError as error:
         fail(f"{error}; nothing was lost. Free space, then repeat this.")
 
