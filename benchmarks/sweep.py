@@ -119,7 +119,7 @@ RANGES = {
     "EMBEDDING_LR": ("log", 0.075, 1.2),
     "UNEMBEDDING_LR": ("log", 0.0005, 0.008),
     "MATRIX_LR": ("log", 0.005, 0.08),
-    "SCALAR_LR": ("log", 0.125, 2),
+    "SCALAR_LR": ("log", 0.025, 2),  # from 0.125 until the default became 0.1
     "WEIGHT_DECAY": ("even", 0, 0.6),
     "MOMENTUM_STEPS": ("log", 50, 1000),
     "WARMUP_RATIO": ("even", 0, 0.1),
