@@ -501,7 +501,7 @@ def test_the_run_itself_is_killed(night):
 def test_a_child_that_outlives_the_run_holds_nothing_up(night):
     path = night.folder / "train.py"
     path.write_text(path.read_text() + "\nimport subprocess\nsubprocess.Popen(['sleep', '60'])\n")
-    run_idea(night, "a child", 0.8)
+    run_idea(night, "a child", 0.8, "--wait", 15)
     assert "next: keep or discard" in night.call()
     night.call("discard", "a child")
     run_idea(night, "without", 0.7)
