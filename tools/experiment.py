@@ -39,6 +39,7 @@ BEST = Path("best.log")  # the run whose score is to beat
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
 SHOWN = ("val_bpb", "tokens_per_second", "num_steps", "peak_vram_mb", "attention", "curve")
 NOTICES = re.compile("width:|rows at a time:|out of memory:|continuing|warning:")
+EXIT = re.compile(r"^exit (\d+)\n\Z", re.M)  # the last line of a run that has ended
 MUST_AGREE = ("profile", "time_budget", "seed", "data", "prepare", "device", "threads", "torch")
 TIME_LIMIT = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300) + 900  # seconds
 SAVE = (
@@ -147,13 +148,13 @@ def score_of(text):
         return math.nan
 
 
-def is_judge(row):
+def sets_score(row):
     return row["status"] in ("keep", "again")  # older nights trained best `again`
 
 
 def score_to_beat(rows):
     """Returns the score of the last keep, None before the first."""
-    scores = [score_of(row["val_bpb"]) for row in rows if is_judge(row)]
+    scores = [score_of(row["val_bpb"]) for row in rows if sets_score(row)]
     return scores[-1] if scores else None
 
 
@@ -176,7 +177,7 @@ class Log:
         self.commit = header[1] if header else ""
         self.rows = int(header[2]) if header else 0  # of results.tsv when it began
         self.began = int(header[3] or 0) if header else 0
-        last = re.search(r"^exit (\d+)\n\Z", self.text, re.M)
+        last = EXIT.search(self.text)
         self.code = int(last[1]) if last else None
         block = self.text.partition("\n---\n")[2]
         self.block = dict(re.findall(r"^(\w+): (.*)$", block, re.M))
@@ -186,10 +187,10 @@ class Log:
     def find_problem(self):
         """Returns why the run has no valid score, None if it has one."""
         integrity = self.block.get("integrity")
-        if integrity == "ok" and math.isfinite(self.score):
-            return None
+        if integrity == "ok":
+            return None if math.isfinite(self.score) else "val_bpb is no number"
         if integrity:
-            return integrity if integrity != "ok" else "val_bpb is no number"
+            return integrity
         if self.code is None:
             return "cut off: it was killed, or the disk was full"
         return f"exit {self.code}" + f", over {TIME_LIMIT:g} s" * (self.code == 124)
@@ -220,10 +221,10 @@ def lock(handle, kind=fcntl.LOCK_EX):
 
 def is_running():
     """The log of a run is locked until its last line, `exit CODE`."""
-    if not RUN.exists() or Log(RUN).code is not None:
+    if not RUN.exists():
         return False
-    with open(RUN) as file:
-        return not lock(file, fcntl.LOCK_SH)
+    with open(RUN, errors="replace") as file:  # not parsed whole, five times per second
+        return not EXIT.search(file.read()[-20:]) and not lock(file, fcntl.LOCK_SH)
 
 
 def start(commit, rows):
@@ -350,7 +351,7 @@ def complete(rows):
     """Moves `best` to a kept commit, or goes back to it from another that has a row."""
     head = commit_of("HEAD")
     if rows and is_same(rows[-1]["commit"], head) and head != best_commit():
-        if is_judge(rows[-1]):
+        if sets_score(rows[-1]):
             git("tag", "-f", "best")
         else:
             go_back(head)
@@ -507,13 +508,13 @@ def next_step(rows):
     log = Log(RUN)
     if is_running():
         return "run, which waits for the run that is under way"
-    if log.is_of(head, rows):
-        if not log.problem and train_differs("HEAD"):
+    if log.is_of(head, rows) and not log.problem:
+        if train_differs("HEAD"):
             return SAVE
-        if not log.problem and head == best_commit():
+        if head == best_commit():
             return 'keep "baseline", which makes this the score to beat'
-        if not log.problem:
-            return MOVE if is_elsewhere(log) else 'keep or discard "what you learned"'
+        return MOVE if is_elsewhere(log) else 'keep or discard "what you learned"'
+    if log.is_of(head, rows):
         if log.code == 2:
             return "do what the error says, then run"
         again = "run" if log.code is None else "run --repeat"
@@ -545,9 +546,10 @@ def describe_night(rows):
     ideas = ideas_of(rows)
     kept = [i for i, idea in enumerate(ideas, 1) if idea["status"] == "keep"]
     print(f"ideas since the last keep: {len(ideas) - max(kept, default=0)}", end="")
-    made = [git("log", "-1", "--format=%ct", row["commit"], missing="") for row in ideas[::-1]]
-    made = [int(seconds) for seconds in made if seconds]  # of commits that are in this clone
-    hours = (made[0] - made[-1]) / 3600 if made else 0
+    commits = [row["commit"] for row in ideas]
+    times = ("log", "--no-walk=unsorted", "--ignore-missing", "--format=%ct")
+    made = [int(seconds) for seconds in git(*times, *commits).split()] if ideas else []
+    hours = (made[-1] - made[0]) / 3600 if made else 0
     print(f"; per hour: {(len(made) - 1) / hours:.1f}" if hours else "")
     if is_running():
         show_progress()
@@ -580,9 +582,9 @@ def main():
             run(args.text, args.wait, args.repeat)
         elif args.command:
             judge(args.command, args.text)
-        else:
-            describe_night(read_results())
         rows = read_results()
+        if not args.command:
+            describe_night(rows)
         print(f"next: {next_step(rows)}\n{count_ideas(rows)}")
         closest = due_combination(rows)
         if len(closest) > 1:
