@@ -44,6 +44,10 @@ print("integrity:", os.environ.get("FLAG", "ok"))
 """
 
 
+def parent_of(number):
+    return int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{number}/status").read_text())[1])
+
+
 class Night:
     """A clone with a train.py that takes no time, or a copy of another."""
 
@@ -60,10 +64,10 @@ class Night:
         (folder / "prepare.py").write_text("")
         self.git("init", "-qb", "main")
         self.git("add", ".")
-        self.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "one")
+        self.git("commit", "-qm", "one")
 
     def git(self, *args):
-        command = ["git", *args]
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *args]
         done = subprocess.run(command, cwd=self.folder, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
@@ -154,9 +158,10 @@ def try_idea(night, idea, score, verdict):
 # ---- A night ----
 def test_a_night_of_three_ideas(clone):
     assert "there is no night here" in clone.call(code=2)
-    (clone.folder / "notes").touch()
-    assert "error: ?? notes: not committed" in clone.call("begin", "nov27", code=2)
-    (clone.folder / "notes").unlink()
+    (clone.folder / "nohup.out").touch()
+    (clone.folder / "prepare.py").write_text("changed")
+    assert "error: M prepare.py: not committed" in clone.call("begin", "nov27", code=2)
+    clone.git("checkout", "-q", "prepare.py")
     clone.call("begin", "nov27")
     assert "a night is under way" in clone.call("begin", "nov28", code=2)
     assert "val_bpb: 0.900000" in clone.call("run")
@@ -423,7 +428,7 @@ def test_a_worktree_and_a_branch_of_that_name_begin_no_night(clone, tmp_path):
     clone.git("branch", "autoresearch/nov28")
     clone.call("begin", "nov27")
     clone.results.unlink()
-    clone.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--allow-empty", "-qm", "x")
+    clone.git("commit", "--allow-empty", "-qm", "x")
     assert "autoresearch/nov28 is there, at another commit" in clone.call("begin", "nov28", code=2)
 
 
@@ -483,6 +488,22 @@ def test_killed_during_the_run_of_an_idea(night, tmp_path):
     assert "val_bpb: 0.800000" in night.call("run")  # shows
     assert trained.read_text() == "idea\n"
     assert "0.100000 better than 0.900000" in night.call() and "keep or discard" in night.call()
+
+
+def test_a_client_that_ends_what_descends_from_its_command(night, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    night.edit("idea", 0.8)
+    command = [sys.executable, "tools/experiment.py", "run", "idea"]
+    own = os.environ | {"HOLD": str(hold)}
+    with subprocess.Popen(command, cwd=night.folder, env=own, stdout=subprocess.PIPE) as client:
+        client.stdout.readline()  # training ...
+        parents = {number: parent_of(number) for number, _ in night.processes()}
+        client.kill()
+    runs = set(parents) - {client.pid}
+    assert runs and not any(client.pid == parents[number] for number in runs)
+    hold.unlink()
+    assert "val_bpb: 0.800000" in night.call("run")
 
 
 def test_the_run_itself_is_killed(night):
@@ -555,9 +576,9 @@ def test_a_touched_train_py_is_no_edit(night):
 
 def test_an_idea_that_broke_the_rules_does_not_come_back(night):
     try_idea(night, "leak", 0.1, "keep")
-    night.git("revert", "--no-edit", "HEAD")
-    night.call("run")
-    night.call("keep", "without the leak")
+    night.git("revert", "--no-commit", "HEAD")
+    night.call("run", "without the leak")
+    night.call("keep", "as before")
     assert night.is_at("best") and night.rows()[-1][1] == "0.900000"
 
 
@@ -568,16 +589,18 @@ def test_a_lock_that_git_left(night, name):
     lock.touch()
     verdict = "keep" if name.startswith("refs") else "discard"
     out = night.call(verdict, "idea", code=2)
-    assert f"{name}': File exists. If no git command is running, delete that file" in out
+    assert f"{name}': File exists." in out and "remove the file manually to continue" in out
     lock.unlink()
     night.call("run", code=2)
     assert night.is_at("best") and [row[3] for row in night.rows()] == ["keep", verdict]
 
 
-def test_a_lock_of_the_settings(clone):
-    (clone.folder / ".git/config.lock").touch()
-    out = clone.call("begin", "nov27", code=2)
-    assert "delete that file (it ends in .lock)" in out
+def test_a_tag_that_a_fetch_took_away(night):
+    best = night.git("rev-parse", "best")
+    night.git("tag", "-d", "best")
+    assert "git tag best COMMIT, the last keep of results.tsv" in night.call(code=2)
+    night.git("tag", "best", best)
+    assert "next: change train.py" in night.call()
 
 
 def limited(size):
@@ -625,7 +648,7 @@ def test_what_people_write_into_results(night):
     with open(night.results, "ab") as file:
         file.write(b"c0ffee1\t0.97\t1.0\tdiscard\t\xff\n")
     rows = experiment.read_results(night.results)
-    assert [row["val_bpb"] for row in rows] == ["0.900000", "0.950000", "0.960000", "0.97"]
+    assert [row["val_bpb"] for row in rows] == [0.9, 0.95, 0.96, 0.97]
     assert "rows: 1 keep, 3 discard" in night.call()
 
 
@@ -646,10 +669,9 @@ def test_an_older_night_goes_on(night, name):
 
 
 def test_somebody_elses_shell_and_clone(clone):
-    """With colours, another language, another repository, hooks, a branch `best`, and an editor
-    that ends lines as Windows does."""
+    """With colours, another language, hooks, a branch `best`, and an editor that ends lines as
+    Windows does."""
     shell = {"FORCE_COLOR": "1", "LC_ALL": "C", "LANGUAGE": "de"}
-    shell |= {"GIT_DIR": "/nowhere", "GIT_WORK_TREE": "/", "GIT_INDEX_FILE": "/nowhere/index"}
     hook = clone.folder / ".git/hooks/pre-commit"
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\necho 'SCORE = 7' >> train.py; git add train.py\n")

@@ -6,16 +6,14 @@ Carries out a night of experiments on train.py. git holds the code, results.tsv 
     uv run tools/experiment.py run "an idea"    commit train.py, train it, show its score
     uv run tools/experiment.py keep "an idea, and what was learned"    or discard, or crash
 
-A run outlives the command that started it; the same command then waits for it. A command that was
-killed may be repeated. What a kill can leave, and the command that goes on from there:
+Only commands with a name change anything, one at a time. A run outlives the command that started
+it. What a kill can leave, and the command that goes on from there:
 
-    a branch without results.tsv                         begin
-    HEAD, a commit after best, without a run             run
-    run.log without its last line, `exit CODE`           run, which waits, or trains it again
-    run.log of HEAD, with no row since it began          keep, discard or crash
-    a row, but `best` or HEAD has not moved              each of run, keep, discard and crash
-
-Only commands with a name change anything, one at a time.
+    a branch without results.tsv                    begin
+    HEAD, a commit after best, without a run        run
+    run.log without its last line, `exit CODE`      run, which waits for it or trains again
+    run.log of HEAD, with no row since it began     keep, discard or crash
+    a row, but `best` or HEAD has not moved         run, keep, discard or crash
 """
 
 import argparse
@@ -26,6 +24,7 @@ import functools
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +52,7 @@ LOSS_PER_E = 0.12
 FIRST_CODE = 12  # ideas, before the first that turns only knobs; later one in KNOB_SHARE may
 KNOB_SHARE = 4
 COMBINE_AFTER = 15  # ideas
+AUTHOR = ("user.name=autoresearch", "user.email=autoresearch@localhost")  # of the commits
 
 
 def fail(sentence):
@@ -63,31 +63,26 @@ def fail(sentence):
 # ---- git ----
 def git(*args, missing=None):
     """Returns what a git command prints; if it fails, `missing`, or exits with its complaint."""
-    elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # may name another repository
-    own = {key: value for key, value in os.environ.items() if key not in elsewhere}
-    own |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # only write on purpose; in English
-    done = subprocess.run(["git", *args], env=own, capture_output=True, text=True)
+    # git writes only on purpose, and in English; nobody is there to type a passphrase.
+    own = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    settings = ("commit.gpgSign=no", "tag.gpgSign=no", "core.hooksPath=/dev/null", *AUTHOR)
+    command = ["git", *(part for setting in settings for part in ("-c", setting)), *args]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, errors="replace")
     if not done.returncode:
         return done.stdout.strip()
     if missing is not None:
         return missing
-    complaint = (done.stderr.strip() or "failed").splitlines()[0]
-    if "File exists" in complaint:  # a lock that a killed git has left
-        complaint += " If no git command is running, delete that file (it ends in .lock)."
+    complaint = " ".join((done.stderr + done.stdout).split())[:600]
     return fail(f"git {args[0]}: {complaint}")
 
 
 def commit_of(name, missing=None):
-    return git("rev-parse", "--short", "--verify", f"{name}^{{commit}}", missing=missing)
+    return git("rev-parse", "--short=7", "--verify", f"{name}^{{commit}}", missing=missing)
 
 
 def best_commit():
-    return commit_of("refs/tags/best")  # a branch may have that name, too
-
-
-def is_same(commit, other):
-    """Whether two hashes, of which one may be shorter, name one commit."""
-    return bool(commit and other) and (commit.startswith(other) or other.startswith(commit))
+    best = commit_of("refs/tags/best", missing="")  # a branch may have that name, too
+    return best or fail("the tag best is gone: git tag best COMMIT, the last keep of results.tsv.")
 
 
 def train_differs(commit):
@@ -98,19 +93,19 @@ def train_differs(commit):
 @functools.cache
 def code_of(commit):
     """Returns train.py of a commit without its block of knobs; "" if the commit is gone."""
-    text = git("show", f"{commit}:train.py", missing="")
+    text = git("show", f"{commit}:./train.py", missing="")
     return re.sub(r"^# ---- Knobs.*?(?=^# ---- )", "", text, flags=re.S | re.M)
 
 
 # ---- results.tsv ----
 def read_results(path=RESULTS):
-    """Returns a dictionary per row of results.tsv, whatever columns follow the five. Prints the
-    lines that are left out."""
+    """Returns a dictionary per row, whatever follows the five columns. Prints what is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
         fields = [field.strip() for field in line.split("\t")]
         if len(fields) >= len(COLUMNS) and fields[0] != COLUMNS[0]:
-            rows.append(dict(zip(COLUMNS, fields)) | {"status": fields[3].lower()})
+            known = {"val_bpb": score_of(fields[1]), "status": fields[3].lower()}
+            rows.append(dict(zip(COLUMNS, fields)) | known)
         elif line.strip() and fields[0] != COLUMNS[0]:
             print(f"left out of {path.name}, not {len(COLUMNS)} columns: {line[:80]!a}")
     return rows
@@ -118,18 +113,17 @@ def read_results(path=RESULTS):
 
 def append_line(path, line):
     """Appends a line of its own, whatever the file ends with, and whole or not at all."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    size = os.fstat(handle).st_size
-    torn = size and os.pread(handle, 1, size - 1) != b"\n"  # the line before was cut off
-    content = ("\n" * bool(torn) + line + "\n").encode()
-    try:
-        if os.write(handle, content) < len(content):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-    except OSError:
-        os.ftruncate(handle, size)
-        raise
-    finally:
-        os.close(handle)
+    with open(path, "ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        torn = file.read() not in (b"", b"\n")  # the line before was cut off
+        content = ("\n" * torn + line + "\n").encode()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def add_row(*fields):
@@ -137,7 +131,7 @@ def add_row(*fields):
 
 
 def find_row(rows, commit):
-    return next((row for row in reversed(rows) if is_same(row["commit"], commit)), None)
+    return next((row for row in reversed(rows) if row["commit"] == commit), None)
 
 
 def score_of(text):
@@ -154,7 +148,7 @@ def sets_score(row):
 
 def score_to_beat(rows):
     """Returns the score of the last keep, None before the first."""
-    scores = [score_of(row["val_bpb"]) for row in rows if sets_score(row)]
+    scores = [row["val_bpb"] for row in rows if sets_score(row)]
     return scores[-1] if scores else None
 
 
@@ -193,11 +187,11 @@ class Log:
             return integrity
         if self.code is None:
             return "cut off: it was killed, or the disk was full"
-        return f"exit {self.code}" + f", over {TIME_LIMIT:g} s" * (self.code == 124)
+        return f"exit {self.code}"
 
     def is_of(self, commit, rows):
         """Whether it is the run of a commit and has no verdict yet."""
-        return is_same(self.commit, commit) and not find_row(rows[self.rows :], commit)
+        return self.commit == commit and not find_row(rows[self.rows :], commit)
 
     def number(self, key):
         return score_of(self.block.get(key))
@@ -238,10 +232,12 @@ def start(commit, rows):
     if os.write(handle, header) < len(header):
         raise OSError(errno.ENOSPC, "No space left on device", str(new))
     new.replace(RUN)
-    shell = ["sh", "-c", '"$@"; printf "\\nexit %s\\n" $?', "sh", "timeout", "-k", "30"]
-    command = [*shell, str(TIME_LIMIT), sys.executable, "train.py"]
+    # The first shell ends at once: an agent's client may end all that descends from its command.
+    shell = ["sh", "-c", '("$@"; printf "\\nexit %s\\n" $?) &', "sh"]
+    limit = ["timeout", "-k", "30", str(TIME_LIMIT)] if shutil.which("timeout") else []
     streams = {"stdin": subprocess.DEVNULL, "stdout": handle, "stderr": handle}
-    subprocess.Popen(command, start_new_session=True, **streams)
+    command = [*shell, *limit, sys.executable, "train.py"]
+    subprocess.run(command, start_new_session=True, check=True, **streams)
     os.close(handle)
     print(f"training {commit}", flush=True)
 
@@ -280,7 +276,7 @@ def differences(log):
 
 def is_elsewhere(log):
     """Whether an idea's run cannot be judged; a new run of best sets the score to beat anew."""
-    return bool(differences(log)) and not is_same(log.commit, best_commit())
+    return bool(differences(log)) and log.commit != best_commit()
 
 
 def compare(log, best, to_beat):
@@ -304,7 +300,7 @@ def show(log, rows):
     """Prints what matters of a run, and how it compares with that of best."""
     best = Log(BEST)
     kind = ""
-    if not is_same(log.commit, best_commit()):
+    if log.commit != best_commit():
         kind = "; knobs alone" if is_knob(log.commit) else "; code"
     print(git("log", "-1", '--format=%h "%s"', log.commit) + kind)
     lines = [line[:200] for line in log.text.splitlines() if line.strip() and line[:5] != "exit "]
@@ -350,7 +346,7 @@ def changing():
 def complete(rows):
     """Moves `best` to a kept commit, or goes back to it from another that has a row."""
     head = commit_of("HEAD")
-    if rows and is_same(rows[-1]["commit"], head) and head != best_commit():
+    if rows and rows[-1]["commit"] == head and head != best_commit():
         if sets_score(rows[-1]):
             git("tag", "-f", "best")
         else:
@@ -373,15 +369,9 @@ def begin(name):
         fail("results.tsv is there: a night is under way. Call this tool without a command.")
     if git("rev-parse", "--git-dir") != git("rev-parse", "--git-common-dir"):
         fail("this is a worktree, which shares the tag best with others; make a clone.")
-    changed = git("status", "--porcelain")
+    changed = git("status", "--porcelain", "--untracked-files=no")
     if changed:
         fail(f"{changed.splitlines()[0]}: not committed; commit or undo it (see git status).")
-    for key in ("commit.gpgSign", "tag.gpgSign"):
-        git("config", key, "no")  # nobody is there to type a passphrase
-    git("config", "core.hooksPath", "/dev/null")
-    if not git("config", "--default", "", "--get", "user.email"):
-        git("config", "user.name", "autoresearch")
-        git("config", "user.email", "autoresearch@localhost")
     branch = f"autoresearch/{name}"
     git("check-ref-format", "--branch", branch)
     git("branch", branch, missing="")  # a begin that was killed has made it
@@ -392,9 +382,7 @@ def begin(name):
     git("tag", "-f", "best")
     for log in (RUN, BEST):
         log.unlink(missing_ok=True)
-    unfinished = RESULTS.with_suffix(".log")  # git ignores it
-    unfinished.write_text("\t".join(COLUMNS) + "\n")
-    unfinished.replace(RESULTS)
+    add_row(*COLUMNS)  # last, since it says that the night has begun
     print(f"branch {branch}; next: run, which trains train.py as it is")
 
 
@@ -404,7 +392,7 @@ def commit_idea(message, rows):
     log = Log(RUN)
     if log.is_of(head, rows) and not log.problem:
         fail(f"{head} has a score and no verdict; {SAVE}")
-    if not rows and not (is_same(log.commit, head) and log.problem):
+    if not rows and not (log.commit == head and log.problem):
         fail("train.py must first be trained as it is; undo your change, then run.")
     args = ["-m", message] if message else ["--no-edit"]
     if head != best_commit():
@@ -419,7 +407,7 @@ def prepare_run(message, rows, repeat):
     head = commit_of("HEAD")
     log = Log(RUN)
     if is_running():
-        if not is_same(log.commit, head):
+        if log.commit != head:
             fail(f"{log.commit} is being trained, but HEAD is {head}: does another agent work?")
         if message and train_differs("HEAD"):
             fail(f"{head} is still being trained; {SAVE}")
@@ -489,7 +477,7 @@ def due_combination(rows):
     for idea in ideas:
         if idea["status"] == "discard":
             to_beat = score_to_beat(rows[: rows.index(idea)]) or math.nan
-            discards.append((score_of(idea["val_bpb"]) - to_beat, idea["commit"]))
+            discards.append((idea["val_bpb"] - to_beat, idea["commit"]))
     return [commit for _, commit in sorted(discards)[:6]]
 
 
@@ -520,7 +508,7 @@ def next_step(rows):
         again = "run" if log.code is None else "run --repeat"
         return f'if it was the machine, {again}; else mend train.py and run, or crash "why"'
     if head != best_commit():
-        if rows and is_same(rows[-1]["commit"], head):
+        if rows and rows[-1]["commit"] == head:
             return f"run, which completes the {rows[-1]['status']} of {head}"
         if find_row(rows, head):
             return f"HEAD is {head}, an old commit; git reset --keep best"
@@ -537,20 +525,20 @@ def describe_night(rows):
     counts = Counter(row["status"] for row in rows)
     counts = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"branch {git('branch', '--show-current')}; rows: {counts or 'none'}")
-    print("best:", git("log", "-1", '--format=%h "%s"', "refs/tags/best"))
+    print("best:", git("log", "-1", '--format=%h "%s"', best_commit()))
     print(f"score to beat: {score_to_beat(rows)}")  # None before the baseline is kept
     for i, row in list(enumerate(rows))[-5:]:
-        gain = (score_to_beat(rows[:i]) or math.nan) - score_of(row["val_bpb"])
+        gain = (score_to_beat(rows[:i]) or math.nan) - row["val_bpb"]
         gain = f"{gain:+.4f}" if math.isfinite(gain) else "none"
         print(f"  {row['commit']} {row['status']:7} {gain:7} {row['description'][:120]}")
     ideas = ideas_of(rows)
     kept = [i for i, idea in enumerate(ideas, 1) if idea["status"] == "keep"]
-    print(f"ideas since the last keep: {len(ideas) - max(kept, default=0)}", end="")
-    commits = [row["commit"] for row in ideas]
-    times = ("log", "--no-walk=unsorted", "--ignore-missing", "--format=%ct")
-    made = [int(seconds) for seconds in git(*times, *commits).split()] if ideas else []
+    since = len(ideas) - max(kept, default=0)
+    ends = [row["commit"] for row in ideas[:1] + ideas[-1:]]
+    made = [int(git("log", "-1", "--format=%ct", commit, missing="0")) for commit in ends]
     hours = (made[-1] - made[0]) / 3600 if made else 0
-    print(f"; per hour: {(len(made) - 1) / hours:.1f}" if hours else "")
+    pace = f"; per hour: {(len(ideas) - 1) / hours:.1f}" if hours > 0 else ""
+    print(f"ideas since the last keep: {since}{pace}")
     if is_running():
         show_progress()
     elif Log(RUN).is_of(commit_of("HEAD"), rows):
@@ -562,13 +550,13 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("begin", help="begin a night").add_argument("text", help="such as nov27")
-    train = commands.add_parser("run", help="train an idea")
+    commands.add_parser("begin").add_argument("text", metavar="NAME")
+    train = commands.add_parser("run")
     train.add_argument("text", nargs="?", help="the idea in a few words")
     train.add_argument("--repeat", action="store_true", help="if it has no score, or on best")
     train.add_argument("--wait", type=float, default=540, help="at most so many seconds (540)")
     for verdict in ("keep", "discard", "crash"):
-        commands.add_parser(verdict, help="log, then move or restore best").add_argument("text")
+        commands.add_parser(verdict).add_argument("text", help="what was learned")
     args = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     os.chdir(Path(__file__).resolve().parents[1])
