@@ -140,7 +140,7 @@ def wait_until(condition, seconds):
 @pytest.fixture
 def say(tmp_path):
     """Returns a function that runs a command on this test's own Slurm, with a budget of 20 s."""
-    script = CLUSTER / "local_slurm.sh"
+    script = ROOT / "tests/local_slurm.sh"
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     own = {"AUTORESEARCH_TIME_BUDGET": "20", "SLURM_CONF": str(folder / "slurm.conf")}
     try:

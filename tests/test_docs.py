@@ -31,7 +31,7 @@ def test_quoted_variables_knobs_and_files_exist(page):
         assert (
             word in os.environ
             or word in code
-            or word.startswith(("CUDA", "HF_", "OMP", "ANTHROPIC_", "CODEX_"))
+            or word.startswith(("CUDA", "HF_", "HTTPS_", "OMP", "ANTHROPIC_", "CODEX_"))
         ), word
     paths = re.findall(r"(?:uv run |\]\()([\w/.]+\.(?:py|md|sh|ipynb))", text)
     for path in {*paths, *re.findall(r"`([\w/]+\.py)`", text)} - OWN:
@@ -96,20 +96,19 @@ def audited_gain(night, before, after):
 
 
 @pytest.mark.parametrize(
-    ("night", "before", "after", "experiments", "kept"),
-    [
-        ("2026-11-27", "0e16928", "8480b31", 42, 9),
-        ("2026-11-26", "8f1000d", "0571258", 44, 16),
-        ("2026-11-25", "7bfde47", "bc2e5a8", 42, 17),
-        ("2026-11-22", "d02ae58", "fa1685d", 30, 14),
-    ],
+    ("night", "experiments", "kept"),
+    [("2026-11-27", 42, 9), ("2026-11-26", 44, 16), ("2026-11-25", 42, 17), ("2026-11-22", 30, 14)],
 )
-def test_what_is_said_of_a_night_is_in_its_files(night, before, after, experiments, kept):
+def test_what_is_said_of_a_night_is_in_its_files(night, experiments, kept):
     rows = experiment.read_results(ROOT / f"nights/{night}/results.tsv")
     ideas = [row["status"] for row in rows if row["commit"] != rows[0]["commit"]]  # not baseline
     ideas = [status for status in ideas if status in ("keep", "discard", "crash")]
     assert (len(ideas), ideas.count("keep")) == (experiments, kept)
-    gain = audited_gain(night, before, after)
-    for page in ("README.md", "nights/README.md"):
-        assert gain in " ".join((ROOT / page).read_text().split()), page
     assert f"| {experiments} | {kept} |" in (ROOT / "nights/README.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "nights/README.md", "nights/2026-11-27/README.md"])
+def test_the_gain_of_the_latest_night_is_that_of_its_audit(page):
+    gain = audited_gain("2026-11-27", "0e16928", "8480b31")
+    words = (ROOT / page).read_text().replace(" bits per byte (standard error)", "")
+    assert gain in " ".join(words.split())

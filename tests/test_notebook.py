@@ -135,7 +135,7 @@ def executed(tmp_path_factory):
         (folders[name] / "results.tsv").write_text(log, encoding="utf-8")
     write_night(folders["night"])
     for name in ("results.tsv", "audit.jsonl"):
-        shutil.copy(ROOT / "nights/2026-11-22" / name, folders["recorded"])
+        shutil.copy(ROOT / "nights/2026-11-27" / name, folders["recorded"])
     notebook = nbformat.v4.new_notebook()
     for folder in folders.values():
         begin = f"%reset -f\nimport os\nos.chdir({str(folder)!r})"
@@ -197,7 +197,7 @@ def test_the_recorded_night(executed):
     """The gain and the counts are those of the night's page, which has no records."""
     outputs = executed["recorded"][1]
     shown = read(outputs)
-    assert shown["title"].startswith("30 experiments, 14 kept, a gain of 0.0555 ± 0.0039 at")
+    assert shown["title"].startswith("42 experiments, 9 kept, a gain of 0.0195 ± 0.0068 at")
     assert len(shown["lost"]) == 4
     assert math.isnan(shown["pace"]) and not shown["curves"]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
