@@ -166,6 +166,7 @@ def test_a_night_of_three_ideas(clone):
     assert "a night is under way" in clone.call("begin", "nov28", code=2)
     assert "val_bpb: 0.900000" in clone.call("run")
     assert 'next: keep "baseline", which makes this the score to beat\n' in clone.call()
+    assert "nothing is there to go back to" in clone.call("discard", "baseline", code=2)
     clone.call("keep", "baseline")
     out = try_idea(clone, "lower", 0.85, "keep")
     assert '\nnext: change train.py, then run "what you try"\nideas 1: 1 code, 0 knobs; ' in out
@@ -471,6 +472,15 @@ def test_killed_before_the_run(night):
     (night.folder / "run.new.log").write_text("commit")
     assert "next: run, which trains" in night.call()
     assert "val_bpb: 0.800000" in night.call("run")
+
+
+def test_a_baseline_that_was_judged_a_crash(clone):
+    clone.call("begin", "nov27")
+    clone.call("run")
+    clone.call("crash", "a wrong word")
+    assert "next: run --repeat, which trains best again" in clone.call()
+    clone.call("run", "--repeat")
+    assert "next: change train.py" in clone.call("keep", "baseline")
 
 
 def test_killed_during_the_run_of_an_idea(night, tmp_path):

@@ -259,7 +259,9 @@ def show_progress():
     log = Log(RUN)
     minutes, seconds = divmod(int(time.time() - log.began), 60)
     line = f"{minutes}:{seconds:02d} elapsed, not training yet"
-    if log.progress():
+    if "\nevaluating on " in log.text:
+        line = f"{minutes}:{seconds:02d} elapsed, evaluating"
+    elif log.progress():
         share, loss = log.progress()[-1]
         line = f"{minutes}:{seconds:02d} elapsed, {share} % of the training, loss {loss:.4f}"
         before = [loss for at, loss in Log(BEST).progress() if at <= share]
@@ -446,6 +448,10 @@ def judge(status, text):
             fail(f"HEAD is {head}, which {state}; change train.py and `run` it.")
         if train_differs("HEAD"):
             fail(f"train.py has changed since this run; {SAVE}")
+        if status == "discard" and score_to_beat(rows) is None:
+            fail(
+                "nothing is there to go back to: keep this run, whose score is then the one to beat."
+            )
         subject = git("log", "-1", "--format=%s")
         if head != best_commit() and not text.startswith(subject):
             text = f"{subject}: {text}"
@@ -517,6 +523,8 @@ def next_step(rows):
         return f"run, which trains {head} as it is"
     if train_differs("HEAD"):
         return 'train.py has a change: run "what it tries", or git checkout HEAD train.py'
+    if score_to_beat(rows) is None:
+        return "run --repeat, which trains best again, since no run of it was kept"
     return 'change train.py, then run "what you try"'
 
 
