@@ -43,7 +43,7 @@ def read_task(folder, line, slurm_states):
     record = json.loads(paths[0].read_text()) if paths else None
     if record:
         row["val_bpb"] = f"{record['val_bpb']:.6f}"
-        row["steps"] = record["num_steps"]
+        row["steps"] = record.get("num_steps", "-")  # a foreign train.py may leave it out
         row["tokens/s"] = f"{record['tokens_per_second']:.0f}"
         row["device"] = record["device"]
         row["integrity"] = record["integrity"]
@@ -56,7 +56,8 @@ def commit_rows(tasks):
     groups = {}
     for row, record in tasks:
         if row["state"] == "completed" and record:
-            own = [record[key] for key in ("device", "attention", "torch", "time_budget", "data")]
+            keys = ("device", "attention", "torch", "time_budget", "data")
+            own = [record.get(key, "-") for key in keys]
             groups.setdefault((row["commit"], *own), []).append(record)
     rows = []
     for conditions, records in groups.items():

@@ -10,7 +10,10 @@
 # inductor/ (compiled code).
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=$repo/.venv/bin/python
+UV_PROJECT_ENVIRONMENT=$(cd "$repo" && realpath -m -s -- "${UV_PROJECT_ENVIRONMENT:-.venv}")
+export UV_PROJECT_ENVIRONMENT # for slurm.sbatch
+python=$UV_PROJECT_ENVIRONMENT/bin/python
+unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE # which may name another repository
 
 die() {
     echo "error: $1" >&2

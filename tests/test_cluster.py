@@ -68,11 +68,13 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, folder):
+def test_a_task_runs_a_clean_copy_and_passes_the_exit_code_on(repo, folder, tmp_path):
     (repo / "train.py").write_text(FAKE_TRAIN)
     commit(repo)
     (repo / "train.py").write_text("what is not committed does not run")
     own = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "5", "TMPDIR": str(folder)}
+    (repo / ".venv").unlink()
+    own |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "GIT_DIR": str(tmp_path / "another repository")}
     unset = "env -u CUDA_VISIBLE_DEVICES -u TORCHINDUCTOR_CACHE_DIR".split()
     done = call(*unset, "bash", repo / "cluster/slurm.sbatch", repo, folder, **own)
     assert done.returncode == 44 and not done.stderr
@@ -127,6 +129,21 @@ def test_the_table_has_a_row_for_every_task(repo, folder, tmp_path):
     assert list(tasks[0].values())[6:] == ["100", "1234", "cpu", late]
     values = "HEAD cpu blocks 2.15.0 20.0 abc 3 1 1.100000 0.100000"
     assert [list(row.values()) for row in commits] == [values.split()]
+
+
+def test_a_record_of_a_foreign_train_py_has_a_row(repo, folder):
+    """It names neither its steps nor its attention. uv's environment lies elsewhere."""
+    (repo / ".venv").unlink()
+    (folder / "status/0.exit").write_text("0\n")
+    (folder / "runs/0").mkdir()
+    record = {"val_bpb": 1.0, "tokens_per_second": 1234.5, "device": "cpu", "data": "abc"}
+    record |= {"torch": "2.15.0", "time_budget": 20.0, "integrity": "ok"}
+    (folder / "runs/0/x.json").write_text(json.dumps(record))
+    script = repo / "cluster/sweep.sh"
+    done = call(script, "--collect", folder, UV_PROJECT_ENVIRONMENT=sys.prefix)
+    tasks, [row] = parse(done.stdout)
+    assert list(tasks[0].values())[5:] == ["1.000000", "-", "1234", "cpu", "ok"]
+    assert (row["attention"], row["mean"], row["std"]) == ("-", "1.000000", "-")
 
 
 # ---- A real Slurm ----
