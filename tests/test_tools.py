@@ -202,12 +202,18 @@ def files(folder):
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-def test_a_rerun_gets_a_score_of_the_commit(night, tmp_path, capsys):
+def test_a_rerun_gets_a_score_of_the_commit(night, tmp_path, monkeypatch, capsys):
     """It finds nothing that an earlier run left, is the only run of its folder, and leaves its
-    record with the others and nothing else."""
+    record with the others and nothing else. The profile's folder may be a link, and the environment
+    may name another repository."""
+    prepared = night.parent / "own-cache" / "small"
+    prepared.rename(tmp_path / "disk")
+    prepared.symlink_to(tmp_path / "disk")
     (night / "train.py").write_text(LOOK + LITTLE)
     name = commit(night)
     (night / "kept").touch()
+    git(tmp_path, "init", "-q", "--bare", "another")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))
     (night / "train.py").write_text("what is not committed does not count")
     with pytest.raises(SystemExit, match="2"):
         rerun.main("nonsense")
@@ -303,7 +309,7 @@ def test_baseline_and_last_keep_are_trained_in_turn(call, log, monkeypatch):
     log.with_name("audit.jsonl").write_text('[1]\n{"commit": "base", "val_bpb": 0.9, "sec')
     out, calls = call("--seeds", 200, 201)
     assert out.count("left out of audit.jsonl: ") == 2
-    assert calls == [f"{commit} {seed}" for seed in (200, 201) for commit in ("base", "best")]
+    assert calls == ["base 200", "best 200", "best 201", "base 201"]
     assert out.endswith("\ngain of best over base: 0.0350 +- 0.0050\n")  # of 0.03 and 0.04
     assert "| 201 | best | 0.860000 | 7 | ok | 20" in out
     out, calls = call()

@@ -4,8 +4,9 @@ Measures a night's gain by training its commits again, in clean copies, with fre
     uv run tools/audit.py .                        # baseline and best, three seeds
     uv run tools/audit.py . --keeps --seeds 300    # each keep against the one before it
 
-Each run calls tools/rerun.py in the night's folder and adds a line to audit.jsonl there. An audit
-that was cut off goes on from these lines, says so, and repeats runs without a score.
+Each run calls tools/rerun.py in the night's folder and adds a line to audit.jsonl there. Every
+second seed takes the commits in reverse, so that a machine whose speed drifts favours none of them.
+An audit that was cut off goes on from these lines, says so, and repeats runs without a score.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
+import prepare  # before tools.experiment, since it has a sentence for a wrong budget
 from tools.experiment import append_line, fail, read_results
 
 import numpy as np
 
-SECONDS = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
+SECONDS = prepare.TIME_BUDGET
 SHOWN = ("val_bpb", "num_steps", "tokens_per_second", "data", "integrity")  # keys of a record
 
 
@@ -82,7 +84,8 @@ def train_in_turn(folder, commits, seeds):
     scores = np.empty((len(seeds), len(commits)))
     print("| seed | commit | val_bpb | steps | integrity | ended |\n|---|---|---|---|---|---|")
     for i, seed in enumerate(seeds):
-        for j, commit in enumerate(commits):
+        turn = list(enumerate(commits))
+        for j, commit in turn if i % 2 == 0 else turn[::-1]:
             run = done.get((commit, seed))
             if run is None:
                 run = rerun(folder, commit, seed)

@@ -19,22 +19,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
 import prepare
 
+# The first three may name another repository.
 LEFT_OUT = """
+    GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE
     AUTORESEARCH_RUNS PYTHONPATH PYTHONSAFEPATH TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
 """.split()
 
 
 def main(commit):
     root = Path(prepare.__file__).parent
+    environment = {key: os.environ[key] for key in os.environ if key not in LEFT_OUT}
     git = ["git", "-C", root]
     look_up = [*git, "rev-list", "--max-count=1", "--abbrev-commit", commit, "--"]
-    found = subprocess.run(look_up, capture_output=True, text=True)
+    found = subprocess.run(look_up, env=environment, capture_output=True, text=True)
     if found.returncode != 0:
         prepare.fail(found.stderr.strip().removeprefix("fatal: "))  # a bad commit or a wrong owner
     name = found.stdout.strip()
     prepare.lock_run(root)
     with tempfile.TemporaryDirectory(prefix="autoresearch-rerun-") as clean:
-        prepared = Path(clean, "cache", prepare.PREPARED.name)
+        prepared = Path(clean, "cache", prepare.PROFILE)
         for part in (f"{clean}/home", f"{clean}/tmp", f"{clean}/tree", prepared):
             os.makedirs(part)
         for file in (
@@ -44,12 +47,12 @@ def main(commit):
             prepare.MANIFEST_FILE,
         ):
             (prepared / file).symlink_to(prepare.PREPARED / file)
-        subprocess.run([*git, "archive", f"--output={clean}/tree.tar", name], check=True)
+        archive = [*git, "archive", f"--output={clean}/tree.tar", name]
+        subprocess.run(archive, env=environment, check=True)
         subprocess.run(["tar", "-xf", f"{clean}/tree.tar", "-C", f"{clean}/tree"], check=True)
         known = prepare.CACHE / "flash-attn3-v1"  # train.load_fa3 wrote it
         if known.exists():
             shutil.copy(known, f"{clean}/cache")
-        environment = {key: os.environ[key] for key in os.environ if key not in LEFT_OUT}
         environment.setdefault("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         environment |= {
             "HOME": f"{clean}/home",
