@@ -39,13 +39,19 @@ def test_quoted_variables_knobs_and_files_exist(page):
 
 
 def test_a_clone_by_windows_git_works_in_wsl(tmp_path):
-    """It turns no line end into CRLF, with which no shell script would start."""
+    """It turns no line end into CRLF, with which no shell script would start; and no filter that a
+    user has for all notebooks shows analysis.ipynb as changed."""
     shutil.copy(ROOT / ".gitattributes", tmp_path)
     shutil.copy(ROOT / "tools/night.sh", tmp_path)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=true"]
     for command in ("init -q", "add .", "commit -qm all", "rm -q night.sh", "reset -q --hard"):
         subprocess.run([*git, *command.split()], cwd=tmp_path, check=True)
     assert b"\r" not in (tmp_path / "night.sh").read_bytes()
+    command = [*git, "check-attr", "filter", "analysis.ipynb"]
+    (tmp_path / "global").write_text("*.ipynb filter=nbstripout\n")
+    command[1:1] = ["-c", f"core.attributesFile={tmp_path}/global"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout == "analysis.ipynb: filter: unset\n"
 
 
 def test_the_commands_of_program_md_exist():
