@@ -44,9 +44,7 @@ import requests
 import rustbpe
 import tiktoken
 import torch
-from requests.adapters import HTTPAdapter
 from tqdm import tqdm
-from urllib3.util import Retry
 
 
 def fail(sentence, code=2):
@@ -698,8 +696,7 @@ def print_block(block):
 
 def write_record(block):
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    commit = block["commit"].replace("/", "-")  # AUTORESEARCH_COMMIT may be a branch
-    record = RUNS / f"{moment}_{commit}_{SEED}_{os.getpid()}.json"
+    record = RUNS / f"{moment}_{SEED}_{os.getpid()}.json"
     temporary = record.with_suffix(".tmp")
     try:
         RUNS.mkdir(parents=True, exist_ok=True)
@@ -734,8 +731,7 @@ def read_shard(shard):
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 CLIMBMIX_VAL = 6542  # the last shard is for validation: nothing trains on it
 CLIMBMIX_SHARDS = 20  # for training, by default
-# Waits 0, 6 and 12 s, or as the server says.
-RETRIES = Retry(3, backoff_factor=3, status_forcelist=(429, 500, 502, 503, 504))
+RETRY_SECONDS = 6  # times the number of attempts so far
 
 
 def download(path):
@@ -743,24 +739,23 @@ def download(path):
     host = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     url = f"{host}/datasets/{CLIMBMIX}/resolve/main/{path.name}"
     token = os.environ.get("HF_TOKEN")
-    part = path.with_name(f".{path.name}.part")
-    session = requests.Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=RETRIES))
+    options = {"stream": True, "timeout": 60}
     if token:
-        session.headers["Authorization"] = f"Bearer {token}"
+        options["headers"] = {"Authorization": f"Bearer {token}"}
+    part = path.with_name(f".{path.name}.part")
     attempts = 0
     while not path.exists():
-        attempts += 1  # since RETRIES do not cover a body that is cut off
+        attempts += 1
         try:
-            with session.get(url, stream=True, timeout=60) as reply, open(part, "wb") as file:
+            with requests.get(url, **options) as reply, open(part, "wb") as file:
                 reply.raise_for_status()
                 file.writelines(reply.iter_content(2**20))
             pq.read_metadata(part)  # refuses a login page
             part.replace(path)
         except (requests.RequestException, pa.ArrowInvalid):
-            if attempts == 3:
+            if attempts == 4:
                 raise
+            time.sleep(RETRY_SECONDS * attempts)
 
 
 def climbmix(count):

@@ -64,7 +64,7 @@ def hub(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server.server_port}")
     for name, path in {"CACHE": "", "SHARDS": "data", "PREPARED": "small"}.items():
         monkeypatch.setattr(prepare, name, tmp_path / path)
-    monkeypatch.setattr(prepare, "RETRIES", prepare.RETRIES.new(backoff_factor=0))
+    monkeypatch.setattr(prepare, "RETRY_SECONDS", 0)
     yield hub
     hub.server.shutdown()
     hub.server.server_close()
@@ -102,9 +102,9 @@ def test_faults_that_pass_are_overcome(hub, shards, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words", "attempts"),
     [
-        ((404, b"", None), "download: 404 Client Error", 3),
-        ((503, b"", None), "too many 503 error responses", 12),
-        ((200, b"<html>please log in</html>", None), "download: Parquet", 3),
+        ((404, b"", None), "download: 404 Client Error", 4),
+        ((503, b"", None), "download: 503 Server Error", 4),
+        ((200, b"<html>please log in</html>", None), "download: Parquet", 4),
     ],
 )
 def test_the_others_are_kept_if_one_shard_is_not_to_be_had(
