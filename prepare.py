@@ -717,8 +717,8 @@ def read_shard(shard):
         return
     try:
         with pq.ParquetFile(shard, page_checksum_verification=True) as file:
-            for batch in file.iter_batches(batch_size=512, columns=["text"]):
-                texts = batch["text"].cast(pa.string())  # which checks bytes for UTF-8
+            for batch in file.iter_batches(batch_size=16, columns=["text"]):
+                texts = batch["text"].cast(pa.large_string())  # which checks bytes for UTF-8
                 yield from filter(None, texts.to_pylist())
     except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
         fail(
@@ -858,7 +858,7 @@ def read_tokens(shard, tokenizer):
     """Yields each document's tokens, by threads, since tiktoken releases the GIL."""
     texts = read_shard(shard)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while batch := list(itertools.islice(texts, 4096)):
+        while batch := list(itertools.islice(texts, 32 * os.cpu_count())):
             yield from pool.map(tokenizer.encode_document, batch)
 
 
