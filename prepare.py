@@ -84,8 +84,8 @@ def by_profile(**values):
 try:
     TIME_BUDGET = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)  # seconds
     SEED = int(os.environ.get("SEED") or 42)
-    if not 0 < TIME_BUDGET < math.inf:
-        raise ValueError(f"{TIME_BUDGET:g} is not a number of seconds above 0")
+    if not 0 < TIME_BUDGET < math.inf or not 0 <= SEED < 2**63:
+        raise ValueError(f"{TIME_BUDGET:g} or {SEED} is out of range")
 except ValueError as error:
     fail(f"AUTORESEARCH_TIME_BUDGET or SEED: {error}; change or unset it.")
 MAX_SEQ_LEN = by_profile(full=2048, medium=2048, small=512)  # context length
@@ -140,7 +140,7 @@ def folder_from(variable, default):
 CACHE = folder_from("AUTORESEARCH_CACHE", "~/.cache/autoresearch")
 RUNS = folder_from("AUTORESEARCH_RUNS", CACHE / "runs")  # one record per run
 SHARDS = CACHE / "data"  # ClimbMix, as downloaded
-PREPARED = (CACHE / PROFILE).resolve()  # what is made from one corpus; replaced as a whole
+PREPARED = (CACHE / PROFILE).resolve()  # what is made from one corpus
 ROWS_FILE = "val.u16"
 TOKENS_FILE = "train.u16"
 ENDS_FILE = "train.npy"
@@ -900,6 +900,7 @@ def build(corpus, folder):
     manifest = {
         "recipe": RECIPE,
         "corpus": corpus,
+        "validation": getattr(shards[-1], "name", corpus),
         "first_documents": first_documents,  # of each shard
         "training": [file_hash(folder / name) for name in (TOKENS_FILE, ENDS_FILE)],
         "vocabulary": vocabulary,
@@ -918,26 +919,29 @@ def usual_corpus():
 
 
 def prepare(corpus):
-    """Prepares a corpus; None keeps what is there, or makes it anew if it is unusable. The new is
-    made beside the old and then takes its place, so no run sees a mixture."""
+    """Prepares a corpus; None keeps what is there, or makes it anew if it is unusable. The new
+    files are made beside the old and then replace them; without a manifest nothing is prepared, so
+    no run sees a mixture. Other files in the folder stay."""
     print(f"profile: {PROFILE}, on {DEVICE_NAME}; AUTORESEARCH_PROFILE sets another", flush=True)
     new = PREPARED.with_name(f"{PREPARED.name}.new")
-    old = PREPARED.with_name(f"{PREPARED.name}.old")
-    if old.exists() and not PREPARED.exists():
-        old.rename(PREPARED)  # the last preparation was killed between its two renames
-    for unfinished in (old, new):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(new, ignore_errors=True)  # the last preparation was killed
     data = load() if corpus is None else None
     if data is None:
         build(usual_corpus() if corpus is None else corpus, new)
-        if PREPARED.exists():
-            PREPARED.rename(old)  # fails if it is a mount point
-        new.rename(PREPARED)
-        shutil.rmtree(old, ignore_errors=True)
+        PREPARED.mkdir(exist_ok=True)
+        (PREPARED / MANIFEST_FILE).unlink(missing_ok=True)
+        for name in (TOKENS_FILE, ENDS_FILE, ROWS_FILE, MANIFEST_FILE):
+            (new / name).replace(PREPARED / name)
+        new.rmdir()
         data = load()
+    total = len(data.tokens)
+    fitting = np.minimum(np.diff(data.ends), MAX_SEQ_LEN + 1).sum()
+    if fitting < max(total / 5, EVAL_TOKENS):
+        print(f"warning: runs will repeat {fitting} tokens; add text, or split its documents.")
     print(
-        f"ready: {PROFILE} profile, {len(data.tokens) / 1e6:.1f} million training tokens, "
-        f"{len(data.rows)} validation rows; next: uv run train.py"
+        f"ready: {PROFILE} profile, {total / 1e6:.1f} million training tokens (at most "
+        f"{fitting / total:.0%} fit rows), {len(data.rows)} validation rows of "
+        f"{data.manifest['validation']}; next: uv run train.py"
     )
 
 

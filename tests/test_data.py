@@ -48,6 +48,7 @@ def refusal(capsys, function, *arguments):
         ("AUTORESEARCH_TIME_BUDGET", "nan"),
         ("AUTORESEARCH_TIME_BUDGET", "inf"),
         ("SEED", "1.5"),
+        ("SEED", str(2**64)),
     ],
 )
 def test_a_bad_environment_gets_one_sentence(name, value, monkeypatch, capsys):
@@ -179,9 +180,10 @@ def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, fresh_run, monk
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "build", None)
         run_prepare()
-    profile, ready = capsys.readouterr().out.splitlines()
+    profile, _, ready = capsys.readouterr().out.splitlines()
     assert profile.startswith("profile: small, ")
-    assert re.match(r"ready: small profile, 0\.\d million training tokens, \d+ validation", ready)
+    pattern = r"ready: small profile, 0\.\d million training tokens \(at most 100% fit rows\), "
+    assert re.match(pattern + r"\d+ validation rows of shard_00002.parquet; next", ready)
     monkeypatch.setattr(prepare, "RECIPE", ["another version of prepare.py", "0.1.0", "0.14.0"])
     sentence = refusal(capsys, prepare.start)
     assert " is not prepared, is damaged, or was made by another prepare.py; undo" in sentence
@@ -253,6 +255,44 @@ def test_a_text_that_is_not_known_is_not_replaced_by_another(content, own_cache,
     assert contents(own_cache) == before
 
 
+def test_a_text_in_the_profile_s_own_folder_stays(own_cache, capsys):
+    """So does all else that is no prepared file: the folder may be a link to a user's."""
+    text = make_corpus(prepare.PREPARED, train=(300,), val=400)
+    own = {name: content for name, content in contents(text).items() if "shard" in name}
+    run_prepare("--data-dir", text)
+    assert own.items() <= contents(text).items() and len(contents(text)) == len(own) + 4
+    assert len(prepare.load().ends) == 301
+
+
+def test_a_text_of_few_rows_is_told(own_cache, tmp_path, monkeypatch, capsys):
+    """A document keeps one row, however long. The last file by name is for validation."""
+    folder = tmp_path / "long"
+    book = " ".join(make_texts(600))
+    write_parquet(folder / "train.parquet", make_texts(400))
+    monkeypatch.setattr(prepare, "EVAL_TOKENS", 512 * 16)
+    for documents, warned in (([book], True), (re.findall("(?s).{1,500}", book), False)):
+        write_parquet(folder / "test.parquet", documents)
+        run_prepare("--data-dir", folder)
+        *_, before, ready = capsys.readouterr().out.splitlines()
+        advice = "warning: runs will repeat 513 tokens; add text, or split its documents."
+        assert (before == advice) == warned and ready.endswith(
+            f" (at most {1 if warned else 100}% fit rows), 16 validation rows of train.parquet; "
+            "next: uv run train.py"
+        )
+
+
+def test_few_long_documents_are_in_memory_at_a_time(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "long.parquet", ["a" * 2**20] * 64)
+    documents = prepare.read_shard(tmp_path / "long.parquet")
+    next(documents)
+    assert pa.total_allocated_bytes() < 40 * 2**20
+    read = []
+    monkeypatch.setattr(prepare, "read_shard", lambda shard: (read.append(0) or "a" for _ in shard))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    next(prepare.read_tokens(range(5000), prepare.Tokenizer(["61"])))
+    assert len(read) == 64
+
+
 # ---- Damage ----
 def flip(path, place):
     content = bytearray(path.read_bytes())
@@ -301,24 +341,25 @@ def test_a_build_that_fails_leaves_the_old_cache(own_cache, other, monkeypatch, 
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
-def test_a_preparation_killed_between_its_two_renames_loses_nothing(
+def test_a_preparation_killed_while_it_replaces_files_asks_for_the_text(
     own_cache, other, fresh_run, monkeypatch, capsys
 ):
-    before = contents(prepare.PREPARED)
-    rename = Path.rename
+    """It prepares no other text than the user's."""
+    replace = Path.replace
 
     def killed(path, target):
-        if path.name == "small.new":
+        if path.name == prepare.ROWS_FILE:
             raise KeyboardInterrupt
-        return rename(path, target)
+        return replace(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
+        patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             run_prepare("--data-dir", other)
     assert "run `AUTORESEARCH_PROFILE=small uv" in refusal(capsys, prepare.start)
-    run_prepare()  # finds the old cache
-    assert contents(prepare.PREPARED) == before
+    assert "does not say from what it was made; name it" in refusal(capsys, run_prepare)
+    run_prepare("--data-dir", other)
+    assert len(prepare.load().ends) == 301
     assert [path.name for path in own_cache.iterdir()] == ["small"]
 
 
@@ -347,7 +388,7 @@ def test_a_second_preparation_waits_for_the_first(own_cache, monkeypatch, capsys
     monkeypatch.setattr(time, "sleep", lambda seconds: os.close(held))
     prepare.main()
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said] == ["waiting", "profile:", "ready:"]
+    assert [line.split()[0] for line in said] == ["waiting", "profile:", "warning:", "ready:"]
 
 
 # ---- The embedded corpus ----

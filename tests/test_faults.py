@@ -75,10 +75,8 @@ def copy(whole, tmp_path):
 
 
 def made(cache):
-    """Returns `data` of what is prepared or, between two renames, was. Checks all of its hashes."""
+    """Returns `data` of what is prepared. Checks all of its hashes."""
     folder = cache / "small"
-    if not folder.exists():
-        folder = cache / "small.old"
     files = {path.name: prepare.file_hash(path) for path in folder.iterdir()}
     assert len(files) == 4
     manifest = json.loads((folder / "manifest.json").read_text())
