@@ -4,12 +4,14 @@
 #     tools/night.sh claude        or: codex
 #     tools/night.sh -- COMMAND    runs any command in the same sandbox, once
 #
-# The sandbox (bubblewrap) may write to this clone except prepare.py and tools/, to the caches, to
-# the agent's own folder and to a /tmp of its own. It can read all your files and use the network.
+# The sandbox (bubblewrap) may write to this clone except prepare.py, tools/ and docs/, to the
+# caches, to the agent's own folder and to a /tmp of its own. It can read all your files and use the network.
 # On a machine that holds nothing of yours, SANDBOX=none goes without it. Ctrl-C ends the night.
 set -euo pipefail
 here=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")")
 cd "$here"
+
+export HOME=${HOME:-~} # not every service sets it
 
 say() { echo "night.sh: $*" >&2; }
 
@@ -32,7 +34,7 @@ case ${1:-} in
     agent=(codex exec --dangerously-bypass-approvals-and-sandbox)
     ;;
   --)
-    own=
+    own=()
     shift
     ;;
   *)
@@ -41,21 +43,25 @@ case ${1:-} in
     ;;
 esac
 
-may_write=("$here" "$(git rev-parse --path-format=absolute --git-common-dir)"
-  "${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}" "${AUTORESEARCH_RUNS:-$here}"
-  "${UV_CACHE_DIR:-$HOME/.cache/uv}" ${own:+"$own"})
-sandbox=(bwrap --unshare-pid --die-with-parent --cap-drop ALL
-  --ro-bind / / --dev-bind /dev /dev --proc /proc --tmpfs /tmp)
+git=$(realpath "$(git rev-parse --git-common-dir)")
+tmp=$git/tmp # not in memory, which the runs need
+cache=${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}
+export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton # outlive a night
+may_write=("$here" "$git" "$cache" "${AUTORESEARCH_RUNS:-$here}"
+  "${HF_HOME:-$HOME/.cache/huggingface}" "${UV_CACHE_DIR:-$HOME/.cache/uv}"
+  "${UV_PROJECT_ENVIRONMENT:-$here}" "${own[@]}")
+mkdir -p "$tmp" "${may_write[@]}"
+sandbox=(bwrap --unshare-pid --die-with-parent --cap-drop ALL --unsetenv TMPDIR
+  --ro-bind / / --dev-bind /dev /dev --proc /proc --bind "$tmp" /tmp)
 # The sockets of other programs; through those in /run/WSL one starts programs of Windows.
 for place in /run/user /run/WSL; do
   if [ -d $place ]; then sandbox+=(--tmpfs $place); fi
 done
 for place in "${may_write[@]}"; do
-  mkdir -p "$place"
   place=$(realpath "$place") # bwrap does not follow links
   sandbox+=(--bind "$place" "$place")
 done
-for place in "$here/prepare.py" "$here/tools"; do
+for place in "$here"/{prepare.py,tools,docs}; do
   sandbox+=(--ro-bind "$place" "$place")
 done
 sandbox+=(--)
