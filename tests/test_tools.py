@@ -3,11 +3,13 @@ audit.py measures a night's gain."""
 
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import prepare
@@ -33,19 +35,54 @@ def commit(folder):
 
 
 # ---- night.sh ----
-# What an agent does that matters to the sandbox: it commits, and it replaces its settings by a
-# rename. It also tries what it must not do.
+# What an agent does that matters to the sandbox: it commits, it compiles, it downloads, and it
+# replaces its settings by a rename. It also tries what it must not do.
 AGENT = """#!/bin/sh
 if [ "$1" = --version ]; then exit; fi
 git -c user.name=a -c user.email=a@b.c commit -qm idea --allow-empty
 git tag -f best > tagged
-touch prepare.py tools/new "$HOME/.bashrc" "$HOME/.cache/autoresearch/record"
+touch prepare.py tools/new docs/new "$HOME/.bashrc"
+touch "$HOME/.cache/autoresearch/record" "$HOME/.cache/huggingface/kernel" "$HOME/.gemini/state"
+mkdir -p "$TORCHINDUCTOR_CACHE_DIR/new" "$TRITON_CACHE_DIR/new"
+mktemp /tmp/XXXXXX > temporary; stat -f -c %T /tmp >> temporary
 if [ "$CLAUDE_CONFIG_DIR" ]; then
   echo new > "$CLAUDE_CONFIG_DIR/.1" && mv "$CLAUDE_CONFIG_DIR/.1" "$CLAUDE_CONFIG_DIR/.claude.json"
 fi
 for word; do last=$word; done
 echo "$last" >> turns
 """
+# Claude Code, which ends what a command has left in the background, by the parent's id.
+CLAUDE = """#!/bin/bash
+if [ "$1" = --version ]; then exit; fi
+(/bin/sleep 0.1; echo 0.9 > score) &
+if [ "$CLAUDE_CODE_DISABLE_BACKGROUND_TASKS" = 1 ]; then wait; fi
+kill $(ps -o pid= --ppid $$)
+"""
+# Codex, which runs each command in a login shell.
+CODEX = """#!/bin/bash
+if [ "$1" = --version ]; then exit; fi
+login=-lc
+if [[ "$*" = *" -c allow_login_shell=false "* ]]; then login=-c; fi
+bash $login "uv > score"
+"""
+# It fails twice as a client does that is refused for three minutes, and then has a good turn.
+REFUSED = """#!/bin/bash
+echo >> turns
+sleep 180
+if [ $(wc -l < turns) -lt 3 ]; then exit 1; fi
+"""
+# It hangs with all that it has started.
+STUBBORN = """#!/bin/bash
+trap "" INT TERM HUP
+/bin/sleep 60 &
+echo begun
+/bin/sleep 60
+"""
+# A clock on which a second takes a thousandth, or less.
+CLOCK = {
+    "date": "#!/bin/sh\necho $(($(/bin/date +%s%N) / 1000000))\n",
+    "sleep": "#!/bin/sh\nexec /bin/sleep $1e-3\n",
+}
 
 
 def can_bwrap():
@@ -63,15 +100,16 @@ def write_program(path, text):
 
 @pytest.fixture
 def clone():
-    """A clone beside a home with an agent, not in /tmp, which the sandbox hides."""
+    """A clone beside a home with agents, not in /tmp, which the sandbox hides."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
         folder = Path(place, "a clone")
         home = Path(place, "home")
-        for made in (folder / "tools", home / ".claude", home / ".codex", home / ".cache"):
+        for made in (folder / "tools", folder / "docs", home / "bin", home / ".cache"):
             made.mkdir(parents=True)
+        for agent in ("claude", "codex", "gemini"):
+            (home / f".{agent}").mkdir()
+            write_program(home / "bin" / agent, AGENT)
         (home / ".claude.json").write_text("old\n")
-        write_program(home / ".claude/claude", AGENT)
-        write_program(home / ".codex/codex", AGENT)
         shutil.copy(ROOT / "tools/night.sh", folder / "tools")
         (folder / "prepare.py").touch()
         commit(folder)
@@ -81,12 +119,13 @@ def clone():
 def begin(clone, *args, **more):
     """Starts night.sh with the home beside the clone."""
     home = clone.parent / "home"
-    left_out = ("AUTORESEARCH_", "CLAUDE_", "CODEX_")
+    left_out = ("AUTORESEARCH_", "CLAUDE_", "CODEX_", "HF_", "XDG_", "TORCH", "TRITON_")
     own = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     own |= {"HOME": str(home), "UV_CACHE_DIR": f"{home}/uv", "TMPDIR": str(clone.parent)}
-    own["PATH"] = f"{home}/.claude:{home}/.codex:{own['PATH']}"
+    own["PATH"] = f"{home}/bin:{own['PATH']}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(["tools/night.sh", *args], cwd=clone, env=own | more, **pipes)
+    own = {key: value for key, value in (own | more).items() if value is not None}
+    return subprocess.Popen(["tools/night.sh", *args], cwd=clone, env=own, **pipes)
 
 
 def finish(night):
@@ -94,25 +133,68 @@ def finish(night):
         return *night.communicate(timeout=60), night.returncode
 
 
-def check_turn(clone, agent, **more):
+def left_by(clone):
+    """Returns the processes that work in a clone."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == clone:
+                found.append(int(process.name))
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+def end(clone, night, number=signal.SIGTERM):
+    """Ends a night by a signal, and checks that this is quick and leaves nothing."""
+    with night:
+        try:
+            night.send_signal(number)
+            assert night.wait(timeout=3) == 130
+            until = time.monotonic() + 1
+            while left_by(clone) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not left_by(clone) and not (clone / ".git/tmp").exists()
+        finally:
+            for process in left_by(clone):
+                os.kill(process, signal.SIGKILL)
+
+
+def read_until(pipe, words):
+    """Returns the line of a pipe with these words."""
+    for line in pipe:
+        if words in line:
+            return line
+    raise AssertionError(f"no line has: {words}")
+
+
+def check_turn(clone, *agent, **more):
     """Lets an agent have its first turn, and checks what it could write."""
     home = clone.parent / "home"
-    with begin(clone, agent, **more) as night:
-        line = ""
-        while "it starts again in 20 s" not in line:
-            line = night.stderr.readline()
-            assert line or night.poll() is None
-        night.terminate()
-    assert night.returncode == 130
+    for name in ("index", "refs/tags/best"):  # from a git that was killed
+        (clone / f".git/{name}.lock").touch()
+    night = begin(clone, *agent, **more)
+    read_until(night.stderr, "starts in 20 s")
+    end(clone, night)
     assert (clone / "turns").read_text().startswith("Have a look at program.md, and go on")
     assert git(clone, "log", "-1", "--format=%s", "best") == "idea"
-    assert (home / ".cache/autoresearch/record").exists()
+    assert (home / ".cache/huggingface/kernel").exists()
+    for kept in ("record", "inductor/new", "triton/new"):
+        assert (home / ".cache/autoresearch" / kept).exists()
     if not more:
-        assert not (clone / "tools/new").exists() and not (home / ".bashrc").exists()
+        for place in (clone / "tools", clone / "docs"):
+            assert not (place / "new").exists()
+        assert not (home / ".bashrc").exists()
+        assert (home / ".gemini/state").exists() == (agent[0] == "gemini")
+        name, kind = (clone / "temporary").read_text().split()
+        assert not os.path.exists(name) and kind != "tmpfs"
 
 
 @needs_bwrap
-@pytest.mark.parametrize(("agent", "links"), [("claude", False), ("claude", True), ("codex", True)])
+@pytest.mark.parametrize(
+    ("agent", "links"),
+    [("claude", False), ("claude", True), ("codex", True), ("gemini --yolo -p", False)],
+)
 def test_a_turn_in_the_sandbox(clone, agent, links):
     home = clone.parent / "home"
     if links:  # a cache on another disk, and settings kept elsewhere
@@ -122,7 +204,7 @@ def test_a_turn_in_the_sandbox(clone, agent, links):
                 place.rename(real)
             real.mkdir(exist_ok=True)
             place.symlink_to(real)
-    check_turn(clone, agent)
+    check_turn(clone, *agent.split())
     if agent == "claude":
         assert (home / ".claude/.claude.json").read_text() == "new\n"
         assert (home / ".claude.json").read_text() == "old\n"
@@ -130,12 +212,15 @@ def test_a_turn_in_the_sandbox(clone, agent, links):
 
 @needs_bwrap
 def test_a_command_runs_once_with_its_own_code(clone):
-    out, _, code = finish(begin(clone, "--", "sh", "-c", "pwd; touch prepare.py || exit 7"))
-    assert (code, out) == (7, f"{clone}\n")
+    script = "pwd; touch prepare.py $UV_PROJECT_ENVIRONMENT/lock || exit 7"
+    place = clone.parent / "venv"
+    night = begin(clone, "--", "sh", "-c", script, UV_PROJECT_ENVIRONMENT=str(place))
+    out, _, code = finish(night)
+    assert (code, out) == (7, f"{clone}\n") and (place / "lock").exists()
 
 
 def test_where_no_sandbox_works_it_says_how_to_go_on(clone):
-    bwrap = clone.parent / "home/.claude/bwrap"
+    bwrap = clone.parent / "home/bin/bwrap"
     write_program(bwrap, "#!/bin/sh\necho no user namespaces >&2; exit 1\n")
     _, said, code = finish(begin(clone, "claude"))
     assert code == 2 and not (clone / "turns").exists()
@@ -145,15 +230,82 @@ def test_where_no_sandbox_works_it_says_how_to_go_on(clone):
 
 
 def test_usage(clone):
-    (clone.parent / "home/.codex/codex").unlink()
-    (clone / "prepare.py").write_text("changed")
+    programs = clone.parent / "home/bin"
+    write_program(programs / "codex", "#!/bin/sh\necho usage; echo node is too old >&2; exit 3\n")
+    write_program(programs / "hangs", "#!/bin/sh\nexec /bin/sleep 60\n")
+    write_program(programs / "timeout", '#!/bin/sh\nshift 3\nexec /usr/bin/timeout 0.1 "$@"\n')
+    (programs / "hangs").rename(programs / "claude")
     for agent, complaint in (
         ("--", "usage: tools/night.sh"),
-        ("codex", "codex does not start here"),
-        ("claude", "commit or undo this first (git status):  M prepare.py"),
+        ("--help", "usage: tools/night.sh"),
+        ("codex", "codex does not start here (on WSL install it in Ubuntu): node is too old"),
+        ("claude", "claude does not start here (on WSL install it in Ubuntu): silence"),
+        ("cluade", "type: cluade: not found"),
     ):
         _, said, code = finish(begin(clone, agent, SANDBOX="none"))
         assert code == 2 and complaint in said
+
+
+def test_a_night_begins_with_what_is_committed(clone):
+    """Hundreds of names fill a pipe."""
+    names = [f"{number} {'x' * 200}" for number in range(400)]
+    for name in names:
+        (clone / name).touch()
+    night = begin(clone, "gemini", SANDBOX="none")
+    read_until(night.stderr, "starts in 20 s")
+    end(clone, night)
+    git(clone, "add", "-A")
+    _, said, code = finish(begin(clone, "gemini", SANDBOX="none"))
+    assert code == 2 and "commit or undo this first (git status): A" in said
+
+
+def test_without_a_home(clone):
+    places = {name: str(clone / name) for name in ("AUTORESEARCH_CACHE", "HF_HOME")}
+    night = begin(clone, "--", "sh", "-c", "echo $HOME", HOME=None, SANDBOX="none", **places)
+    assert finish(night) == (f"{pwd.getpwuid(os.getuid()).pw_dir}\n", "", 0)
+
+
+@pytest.mark.parametrize(("agent", "text"), [("claude", CLAUDE), ("codex", CODEX)])
+def test_a_client_keeps_what_it_runs(clone, agent, text):
+    home = clone.parent / "home"
+    write_program(home / "bin" / agent, text)
+    write_program(home / "bin/uv", "#!/bin/sh\necho 0.9\n")
+    (home / ".profile").write_text("PATH=/usr/bin:/bin\n")
+    night = begin(clone, agent, SANDBOX="none")
+    read_until(night.stderr, "starts in 20 s")
+    end(clone, night)
+    assert (clone / "score").read_text() == "0.9\n"
+
+
+def test_the_wait_grows_after_each_failure(clone):
+    for name, text in (CLOCK | {"refused": REFUSED}).items():
+        write_program(clone.parent / "home/bin" / name, text)
+    night = begin(clone, "refused", SANDBOX="none")
+    for seconds in (20, 40, 10):
+        assert f"starts in {seconds} s" in read_until(night.stderr, "starts in")
+    end(clone, night)
+
+
+def test_an_hour_without_a_change_ends_a_turn(clone):
+    """It looks every ten minutes, and the second time there is a new line of a run."""
+    sleep = "echo $1 >> slept\nif [ $(grep -c 600 slept) = 2 ]; then touch run.log; fi\n"
+    write_program(clone.parent / "home/bin/sleep", f"#!/bin/sh\n{sleep}")
+    write_program(clone.parent / "home/bin/stubborn", STUBBORN)
+    night = begin(clone, "stubborn", SANDBOX="none")
+    read_until(night.stderr, "for an hour")
+    assert (clone / "slept").read_text().count("600\n") == 8
+    assert "exit code 137" in read_until(night.stderr, "starts in")
+    end(clone, night)
+
+
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("", marks=needs_bwrap)])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_the_night(clone, name, sandbox):
+    write_program(clone.parent / "home/bin/sleep", CLOCK["sleep"])
+    write_program(clone.parent / "home/bin/stubborn", STUBBORN)
+    night = begin(clone, "stubborn", SANDBOX=sandbox)
+    read_until(night.stdout, "begun")
+    end(clone, night, signal.Signals[name])
 
 
 # ---- rerun.py ----

@@ -1,47 +1,61 @@
 #!/usr/bin/env bash
 # Starts an agent again and again, so that it works all night:
 #
-#     tools/night.sh claude        or: codex
-#     tools/night.sh -- COMMAND    runs any command in the same sandbox, once
+#     tools/night.sh claude            or: codex
+#     tools/night.sh COMMAND ...       any other agent; its last argument will be the request
+#     tools/night.sh -- COMMAND ...    runs any command in the same sandbox, once
 #
-# The sandbox (bubblewrap) may write to this clone except prepare.py, tools/ and docs/, to the
-# caches, to the agent's own folder and to a /tmp of its own. It can read all your files and use the network.
-# On a machine that holds nothing of yours, SANDBOX=none goes without it. Ctrl-C ends the night.
+# In the sandbox (bubblewrap) it can read all your files, use the network, and write to this clone
+# except prepare.py, tools/ and docs/, to the caches and to its own folders. SANDBOX=none goes
+# without, on a machine that holds nothing of yours.
 set -euo pipefail
 here=$(dirname "$(dirname "$(realpath "${BASH_SOURCE[0]}")")")
 cd "$here"
 
-export HOME=${HOME:-~} # not every service sets it
-
 say() { echo "night.sh: $*" >&2; }
 
-if [ "${1:-}" = -- ] && [ $# = 1 ]; then set --; fi # no command: show the usage
 called="tools/night.sh $*"
-case ${1:-} in
+if [ "${1:-}" = -- ]; then
+  once=yes
+  shift
+fi
+if [ $# = 0 ] || [[ $1 = -* ]]; then
+  say "usage: tools/night.sh claude, or codex, or COMMAND ..., or -- COMMAND ..."
+  exit 2
+fi
+export HOME=${HOME:-~} # not every service sets it
+name=${1##*/}
+check=("$1" --version)
+options=()
+case $name in
   claude)
     # Claude Code replaces its settings by a rename, which needs a folder that may be written. It
     # keeps them in this one, and not beside it, if the variable is set.
     export CLAUDE_CONFIG_DIR=${CLAUDE_CONFIG_DIR:-$HOME/.claude}
-    own=$CLAUDE_CONFIG_DIR
+    own=("$CLAUDE_CONFIG_DIR")
     mkdir -p "$own"
     if [ -f ~/.claude.json ] && [ ! -e "$own/.claude.json" ]; then cp ~/.claude.json "$own/"; fi
-    export BASH_DEFAULT_TIMEOUT_MS=600000 BASH_MAX_TIMEOUT_MS=600000 # a run takes six minutes
-    agent=(claude --print --permission-mode acceptEdits --allowedTools Bash Edit Write Read --)
+    # A run takes six minutes; in the background the client would end it.
+    export BASH_DEFAULT_TIMEOUT_MS=600000 BASH_MAX_TIMEOUT_MS=600000
+    export CLAUDE_CODE_DISABLE_BACKGROUND_TASKS=1 ENABLE_PROMPT_CACHING_1H=1
+    export CLAUDE_CODE_RETRY_WATCHDOG=1 # waits while the service is overloaded
+    options=(--print --permission-mode acceptEdits --tools Bash,Edit,Write,Read
+      --allowedTools Bash Edit Write Read --)
     ;;
   codex)
-    own=${CODEX_HOME:-$HOME/.codex}
-    # Its own sandbox would make .git read-only and hide GPUs.
-    agent=(codex exec --dangerously-bypass-approvals-and-sandbox)
-    ;;
-  --)
-    own=()
-    shift
+    own=("${CODEX_HOME:-$HOME/.codex}")
+    # Its own sandbox would make .git read-only and hide GPUs; a login shell may not find uv.
+    options=(exec --dangerously-bypass-approvals-and-sandbox -c allow_login_shell=false)
     ;;
   *)
-    say "usage: tools/night.sh claude, or codex, or -- COMMAND"
-    exit 2
+    own=()
+    check=(bash -c 'type "$0"' "$1")
+    for place in ~/{.,.config/,.cache/,.local/share/,.local/state/}"$name"; do
+      if [ -d "$place" ]; then own+=("$place"); fi
+    done
     ;;
 esac
+if [ $# -gt 1 ]; then options=("${@:2}"); fi
 
 git=$(realpath "$(git rev-parse --git-common-dir)")
 tmp=$git/tmp # not in memory, which the runs need
@@ -74,29 +88,56 @@ elif ! problem=$("${sandbox[@]}" true 2>&1); then
   exit 2
 fi
 
-if [ ! -v agent ]; then exec "${sandbox[@]}" "$@"; fi
-if ! "${sandbox[@]}" "$1" --version > /dev/null 2>&1; then
-  say "$1 does not start here: install it (on WSL in Ubuntu, not on Windows)"
+if [ -v once ]; then exec "${sandbox[@]}" "$@"; fi
+if ! said=$(timeout -k 9 60 "${sandbox[@]}" "${check[@]}" 2>&1 < /dev/null); then
+  said=${said##*$'\n'}
+  say "$1 does not start here (on WSL install it in Ubuntu): ${said:-silence for a minute}"
   exit 2
 fi
-changed=$(git status --porcelain | head -1)
+changed=$(git status --porcelain --untracked-files=no)
 if [ ! -e results.tsv ] && [ -n "$changed" ]; then
-  say "a night begins with what is committed, so commit or undo this first (git status): $changed"
+  say "a night begins with what is committed, so commit or undo this first (git status):" \
+    "${changed%%$'\n'*}"
   exit 2
 fi
-trap 'exit 130' INT TERM
+
+end_turn() { # ends what the agent left, except sessions of their own, as runs are
+  kill $(jobs -p) "-$turn"
+  for _ in {1..50}; do
+    kill -0 "-$turn" || return 0
+    sleep 0.1
+  done
+  kill -KILL "-$turn"
+} 2> /dev/null
+turn=none
+trap 'trap "" INT TERM HUP; end_turn || true; rm -rf "$tmp"' EXIT
+trap 'exit 130' INT TERM HUP
 wait=10
 while true; do
-  began=$SECONDS
-  "${sandbox[@]}" "${agent[@]}" "Have a look at program.md, and go on with the experiments." \
-    < /dev/null || true
-  took=$((SECONDS - began))
-  if [ $took -lt 120 ]; then # such as an expired login
+  find "$git" -name '*.lock' -type f -delete || true # left by a git that was killed
+  began=$(date +%s)
+  (trap - INT && exec setsid "${sandbox[@]}" "$1" "${options[@]}" \
+    "Have a look at program.md, and go on with the experiments." < /dev/null) &
+  turn=$!
+  idle=0 # times ten minutes
+  while kill -0 $turn 2> /dev/null && [ $idle -lt 6 ]; do
+    before=${now:-}
+    sleep 600 &
+    wait -n $turn $! || true
+    now=$(git rev-parse HEAD; stat -c %y run.log results.tsv 2>&1) || true
+    if [ "$now" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
+  done
+  if [ $idle = 6 ]; then say "no line of a run, no row and no commit for an hour"; fi
+  end_turn || true
+  code=0
+  wait $turn || code=$?
+  took=$(($(date +%s) - began))
+  if [ $code != 0 ] || [ $took -lt 120 ]; then # such as an expired login
     wait=$((wait < 900 ? 2 * wait : 1800))
   else
     wait=10
   fi
-  say "$(date +%H:%M) the agent ended its turn after $took s; it starts again in $wait s"
+  say "$(date +%H:%M) the turn took $took s, exit code $code; the next one starts in $wait s"
   sleep $wait &
-  wait $! # a trap does not wait for this
+  wait $!
 done
