@@ -59,7 +59,7 @@ HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channel
 KV_HEADS          = 0                                # key/value heads; 0: as many as query heads
 WINDOW_PATTERN    = "SSSL"                           # S short, L full; repeated; the last is full
 SHORT_WINDOW      = by_profile(full=1024, medium=256, small=32)        # tokens that S sees; 0: all
-MLP_RATIO         = 4                                # hidden size of the MLP / width
+MLP_RATIO         = by_profile(full=4, medium=4, small=2)              # hidden size of MLP / width
 ROPE_BASE         = 10000                            # base of the rotary embedding (theta)
 LOGIT_SOFTCAP     = 15                               # tanh keeps logits within +-this; 0: off
 VE_EVERY          = 2                                # value embedding (ve) each n-th layer; 0: none

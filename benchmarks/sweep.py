@@ -111,7 +111,7 @@ RANGES = {
     "DEPTH": ("of", 1, 2, 3, 4, 5, 6, 8),
     "ASPECT_RATIO": ("of", 16, 32, 48, 64, 96, 128, 192),
     "SHORT_WINDOW": ("power", 5, 9),
-    "MLP_RATIO": ("of", 2, 3, 4, 6, 8),
+    "MLP_RATIO": ("of", 1, 2, 3, 4, 6),
     "ROPE_BASE": ("log", 1000, 100_000),
     "LOGIT_SOFTCAP": ("of", 0, 8, 15, 30),
     "X0_INIT": ("even", 0, 0.3),

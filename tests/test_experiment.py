@@ -156,6 +156,14 @@ def try_idea(night, idea, score, verdict):
 
 
 # ---- A night ----
+def test_the_block_of_a_run_is_that_of_prepare(tmp_path):
+    lines = ["commit abc1234, after 1 rows", "---", "val_bpb: 0.1", "evaluating on 512 rows"]
+    lines += ["---", "val_bpb: 0.9", "integrity: ok", "val_bpb: 0.2", "", "exit 0", ""]
+    (tmp_path / "run.log").write_text("\n".join(lines))
+    log = experiment.Log(tmp_path / "run.log")
+    assert (log.score, log.problem, log.code) == (0.9, None, 0)
+
+
 def test_a_night_of_three_ideas(clone):
     assert "there is no night here" in clone.call(code=2)
     (clone.folder / "nohup.out").touch()

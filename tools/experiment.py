@@ -36,7 +36,9 @@ RESULTS = Path("results.tsv")
 RUN = Path("run.log")  # the run of HEAD
 BEST = Path("best.log")  # the run whose score is to beat
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
-SHOWN = ("val_bpb", "tokens_per_second", "num_steps", "peak_vram_mb", "attention", "curve")
+SHOWN = """
+    val_bpb tokens_per_second num_steps startup_seconds eval_seconds peak_vram_mb attention curve
+""".split()
 NOTICES = re.compile("width:|rows at a time:|out of memory:|continuing|warning:")
 EXIT = re.compile(r"^exit (\d+)\n\Z", re.M)  # the last line of a run that has ended
 MUST_AGREE = ("profile", "time_budget", "seed", "data", "prepare", "device", "threads", "torch")
@@ -83,6 +85,10 @@ def commit_of(name, missing=None):
 def best_commit():
     best = commit_of("refs/tags/best", missing="")  # a branch may have that name, too
     return best or fail("the tag best is gone: git tag best COMMIT, the last keep of results.tsv.")
+
+
+def describe(commit):
+    return f'{commit} "{git("log", "-1", "--format=%s", commit)[:100]}"'
 
 
 def train_differs(commit):
@@ -173,8 +179,9 @@ class Log:
         self.began = int(header[3] or 0) if header else 0
         last = EXIT.search(self.text)
         self.code = int(last[1]) if last else None
-        block = self.text.partition("\n---\n")[2]
-        self.block = dict(re.findall(r"^(\w+): (.*)$", block, re.M))
+        block = self.text.rpartition("\nevaluating on ")[2].partition("\n---\n")[2]
+        lines = re.findall(r"^(\w+): (.*)$", block, re.M)
+        self.block = dict(reversed(lines))  # the first of a key counts: train.py may print later
         self.score = score_of(self.block.get("val_bpb"))
         self.problem = self.find_problem()
 
@@ -304,7 +311,7 @@ def show(log, rows):
     kind = ""
     if log.commit != best_commit():
         kind = "; knobs alone" if is_knob(log.commit) else "; code"
-    print(git("log", "-1", '--format=%h "%s"', log.commit) + kind)
+    print(describe(log.commit) + kind)
     lines = [line[:200] for line in log.text.splitlines() if line.strip() and line[:5] != "exit "]
     for line in filter(NOTICES.match, lines):
         print(line)
@@ -533,7 +540,7 @@ def describe_night(rows):
     counts = Counter(row["status"] for row in rows)
     counts = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"branch {git('branch', '--show-current')}; rows: {counts or 'none'}")
-    print("best:", git("log", "-1", '--format=%h "%s"', best_commit()))
+    print("best:", describe(best_commit()))
     print(f"score to beat: {score_to_beat(rows)}")  # None before the baseline is kept
     for i, row in list(enumerate(rows))[-5:]:
         gain = (score_to_beat(rows[:i]) or math.nan) - row["val_bpb"]
