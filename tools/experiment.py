@@ -88,7 +88,9 @@ def best_commit():
 
 
 def describe(commit):
-    return f'{commit} "{git("log", "-1", "--format=%s", commit)[:100]}"'
+    is_baseline = commit == commit_of("refs/tags/start", missing="")
+    subject = "baseline" if is_baseline else git("log", "-1", "--format=%s", commit)
+    return f'{commit} "{subject[:100]}"'
 
 
 def train_differs(commit):
