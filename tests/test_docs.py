@@ -65,7 +65,7 @@ def test_the_commands_of_program_md_exist():
 
 def test_the_rule_of_program_md_is_the_one_of_the_tool():
     words = " ".join(PROGRAM.split())
-    assert experiment.FIRST_CODE == 12 and "None of the first twelve" in words
+    assert experiment.FIRST_CODE == 12 and "The first twelve" in words
     assert experiment.KNOB_SHARE == 4 and "at most one in four" in words
     assert f"10 % fewer steps cost about {-experiment.LOSS_PER_E * math.log(0.9):.3f}." in words
     for name in ("next.py", "ideas.log"):
