@@ -51,6 +51,7 @@ MOVE = "restore that and `run --repeat`; if you cannot, crash it, `run --repeat`
 # Bits per byte per factor e of tokens. On two cores 0.145 were measured on English and 0.05 to 0.10
 # on Python sources; Chinchilla's law (arXiv 2203.15556) gives `full` 0.13.
 LOSS_PER_E = 0.12
+FAR = 0.3  # in such factors, beyond which that line no longer holds
 FIRST_CODE = 12  # ideas, before the first that turns only knobs; later one in KNOB_SHARE may
 KNOB_SHARE = 4
 COMBINE_AFTER = 15  # ideas
@@ -300,8 +301,11 @@ def compare(log, best, to_beat):
         return log.number(key) / best.number(key)
 
     print(f"{versus(log.score)} than {to_beat:.6f}, the score to beat")
-    if ratio("total_tokens_M") > 0:
-        score = log.score + LOSS_PER_E * math.log(ratio("total_tokens_M"))
+    tokens = ratio("total_tokens_M")
+    if tokens > 0 and abs(math.log(tokens)) > FAR:
+        print(f"at best's number of tokens: unknown, since this run saw {tokens:.2f} times as many")
+    elif tokens > 0:
+        score = log.score + LOSS_PER_E * math.log(tokens)
         flops = ratio("flops_per_token") - 1
         work = f" (FLOPs per token: {flops:+.0%})" if abs(flops) > 0.005 else ""
         print(f"at best's number of tokens: {versus(score)}, if it costs no time{work}")
@@ -326,7 +330,7 @@ def show(log, rows):
     changed = differences(log)
     if changed:
         print(f"does not compare with best: {changed}")
-    elif score_to_beat(rows) is not None:
+    elif score_to_beat(rows) is not None and log.commit != best_commit():
         compare(log, best, score_to_beat(rows))
 
 
@@ -437,7 +441,10 @@ def prepare_run(message, rows, repeat):
     elif log.code in (None, 2) or repeat and (log.problem or is_elsewhere(log)):
         start(head, rows)
     elif repeat:
-        print(f"{head} has a score, which a second run would only draw anew; judge it")
+        print(
+            f"{head} has a score, which a second run would only draw anew; judge it. After `crash`"
+        )
+        print("`run --repeat` trains best anew, on a machine that has changed.")
 
 
 def run(message, seconds, repeat):
