@@ -4,7 +4,7 @@ Carries out a night of experiments on train.py. git holds the code, results.tsv 
     uv run tools/experiment.py                  where the night stands, and what to do next
     uv run tools/experiment.py begin nov27      make a branch, the tags start and best, a log
     uv run tools/experiment.py run "an idea"    commit train.py, train it, show its score
-    uv run tools/experiment.py keep "an idea, and what was learned"    or discard, or crash
+    uv run tools/experiment.py keep "what was learned"    or discard, or crash
 
 Only commands with a name change anything, one at a time. A run outlives the command that started
 it. What a kill can leave, and the command that goes on from there:
@@ -577,7 +577,7 @@ def main():
     commands.add_parser("begin").add_argument("text", metavar="NAME")
     train = commands.add_parser("run")
     train.add_argument("text", nargs="?", help="the idea in a few words")
-    train.add_argument("--repeat", action="store_true", help="if it has no score, or on best")
+    train.add_argument("--repeat", action="store_true", help="train best, or an idea without a score, anew")
     train.add_argument("--wait", type=float, default=540, help="at most so many seconds (540)")
     for verdict in ("keep", "discard", "crash"):
         commands.add_parser(verdict).add_argument("text", help="what was learned")
