@@ -577,7 +577,9 @@ def main():
     commands.add_parser("begin").add_argument("text", metavar="NAME")
     train = commands.add_parser("run")
     train.add_argument("text", nargs="?", help="the idea in a few words")
-    train.add_argument("--repeat", action="store_true", help="train best, or an idea without a score, anew")
+    train.add_argument(
+        "--repeat", action="store_true", help="train best, or an idea without a score, anew"
+    )
     train.add_argument("--wait", type=float, default=540, help="at most so many seconds (540)")
     for verdict in ("keep", "discard", "crash"):
         commands.add_parser(verdict).add_argument("text", help="what was learned")
