@@ -67,6 +67,7 @@ def test_the_rule_of_program_md_is_the_one_of_the_tool():
     words = " ".join(PROGRAM.split())
     assert experiment.FIRST_CODE == 12 and "The first twelve" in words
     assert experiment.KNOB_SHARE == 4 and "at most one in four" in words
+    assert f"add {experiment.LOSS_PER_E / 100:.4f} for each 1 %" in words
     assert f"10 % fewer steps cost about {-experiment.LOSS_PER_E * math.log(0.9):.3f}." in words
     for name in ("next.py", "ideas.log"):
         command = ["git", "check-ignore", "-q", name]
