@@ -37,8 +37,9 @@ def test_vectors_in_the_blocks_are_trained_by_adamw(monkeypatch):
     """An experimenter may add a bias."""
     set_knobs(monkeypatch, VECTOR_LR=0.07)
     model = build(tiny(), scramble=False)
-    model.blocks[1].mlp.up = train.Linear(64, 256, bias=True)
-    vector = model.blocks[1].mlp.up.bias
+    mlp = model.blocks[1].mlp
+    mlp.up = train.Linear(64, mlp.up.out_features, bias=True)
+    vector = mlp.up.bias
     [row] = [g for g in train.parameter_groups(model) if g["params"][0] is vector]
     assert (row["kind"], row["peak_lr"], row["peak_decay"]) == ("adamw", 0.07, 0)
     check_training(model)
