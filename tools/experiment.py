@@ -113,8 +113,8 @@ def read_results(path=RESULTS):
     for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
         fields = [field.strip() for field in line.split("\t")]
         if len(fields) >= len(COLUMNS) and fields[0] != COLUMNS[0]:
-            known = {"val_bpb": score_of(fields[1]), "status": fields[3].lower()}
-            rows.append(dict(zip(COLUMNS, fields)) | known)
+            known = {"commit": fields[0][:7], "status": fields[3].lower()}
+            rows.append(dict(zip(COLUMNS, fields)) | known | {"val_bpb": score_of(fields[1])})
         elif line.strip() and fields[0] != COLUMNS[0]:
             print(f"left out of {path.name}, not {len(COLUMNS)} columns: {line[:80]!a}")
     return rows
