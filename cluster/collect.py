@@ -15,6 +15,9 @@ from pathlib import Path
 TASK_COLUMNS = "task commit seed state exit val_bpb steps tokens/s device integrity".split()
 COMMIT_COLUMNS = "commit device attention torch budget data finished flagged mean std".split()
 
+# The keys of a record that must agree, those of the table's columns from `device` to `data`.
+CONDITIONS = "device attention torch time_budget data".split()
+
 # The state that an exit code of train.py means; any other code means "failed". SIGTERM comes from
 # scancel, or a minute before the time limit.
 STATES = {"0": "completed", "143": "cancelled"}
@@ -56,8 +59,7 @@ def commit_rows(tasks):
     groups = {}
     for row, record in tasks:
         if row["state"] == "completed" and record:
-            keys = ("device", "attention", "torch", "time_budget", "data")
-            own = [record.get(key, "-") for key in keys]
+            own = [record.get(key, "-") for key in CONDITIONS]
             groups.setdefault((row["commit"], *own), []).append(record)
     rows = []
     for conditions, records in groups.items():

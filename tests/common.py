@@ -1,5 +1,6 @@
 """Helpers for several test files: the suite's environment, made-up corpora, real runs."""
 
+import contextlib
 import json
 import os
 import random
@@ -26,6 +27,18 @@ os.environ |= {
 
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+
+
+# ---- Processes ----
+def processes_in(folder):
+    """Returns pairs of id and command of all processes that work in a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or it is not ours
+            if os.readlink(process / "cwd") == str(folder):
+                command = (process / "cmdline").read_text().split("\0")[0]
+                found.append((int(process.name), command))
+    return found
 
 
 # ---- Corpora ----

@@ -2,9 +2,9 @@
 # Runs a real Slurm of one node, two CPUs, for the tests: no systemd, no cgroups, nothing in /etc.
 #
 #   apt-get update && apt-get install -y slurm-wlm munge    install what it needs (Debian)
-#   tests/local_slurm.sh start DIR                        start the daemons, as root
+#   tests/local_slurm.sh start DIR                          start the daemons, as root
 #   export SLURM_CONF=DIR/slurm.conf                        let sbatch and the others find it
-#   tests/local_slurm.sh stop DIR                         cancel all jobs and end the daemons
+#   tests/local_slurm.sh stop DIR                           cancel all jobs and end the daemons
 #
 # DIR holds configuration, key, socket, state, logs and process ids. Keep its path short: a socket's
 # path has at most 107 bytes.

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.common import ROOT, run_script
+from tests.common import ROOT, processes_in, run_script
 from tools import experiment
 
 import pytest
@@ -102,19 +102,9 @@ class Night:
     def is_at(self, name):
         return self.git("rev-parse", "HEAD") == self.git("rev-parse", f"{name}^{{commit}}")
 
-    def processes(self):
-        """Returns pairs of id and command of all processes in the folder."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or it is not ours
-                if os.readlink(process / "cwd") == str(self.folder):
-                    command = (process / "cmdline").read_text().split("\0")[0]
-                    found.append((int(process.name), command))
-        return found
-
     def kill_run(self, spared="-"):
         """Kills all processes in the folder, except those that run the command `spared`."""
-        for number, command in self.processes():
+        for number, command in processes_in(self.folder):
             if command != spared:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
@@ -495,7 +485,7 @@ def test_killed_during_the_run_of_an_idea(night, tmp_path):
     hold, trained = tmp_path / "hold", tmp_path / "trained"
     hold.touch()
     assert "step" not in run_idea(night, "idea", 0.8, "--wait", 0, HOLD=hold, TRAINED=trained)
-    assert all(os.getsid(number) != os.getsid(0) for number, _ in night.processes())
+    assert all(os.getsid(number) != os.getsid(0) for number, _ in processes_in(night.folder))
     assert "next: run, which waits for the run that is under way" in night.call()
     assert "a run is under way" in night.call("keep", "idea", code=2)
     night.edit("next", 0.7)
@@ -516,7 +506,7 @@ def test_a_client_that_ends_what_descends_from_its_command(night, tmp_path):
     own = os.environ | {"HOLD": str(hold)}
     with subprocess.Popen(command, cwd=night.folder, env=own, stdout=subprocess.PIPE) as client:
         client.stdout.readline()  # training ...
-        parents = {number: parent_of(number) for number, _ in night.processes()}
+        parents = {number: parent_of(number) for number, _ in processes_in(night.folder)}
         client.kill()
     runs = set(parents) - {client.pid}
     assert runs and not any(client.pid == parents[number] for number in runs)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import prepare
-from tests.common import LITTLE, ROOT
+from tests.common import LITTLE, ROOT, processes_in
 from tools import audit, rerun
 
 import pytest
@@ -133,18 +133,6 @@ def finish(night):
         return *night.communicate(timeout=60), night.returncode
 
 
-def left_by(clone):
-    """Returns the processes that work in a clone."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (process / "cwd").readlink() == clone:
-                found.append(int(process.name))
-        except OSError:  # it has ended
-            pass
-    return found
-
-
 def end(clone, night, number=signal.SIGTERM):
     """Ends a night by a signal, and checks that this is quick and leaves nothing."""
     with night:
@@ -152,11 +140,11 @@ def end(clone, night, number=signal.SIGTERM):
             night.send_signal(number)
             assert night.wait(timeout=3) == 130
             until = time.monotonic() + 1
-            while left_by(clone) and time.monotonic() < until:
+            while processes_in(clone) and time.monotonic() < until:
                 time.sleep(0.01)
-            assert not left_by(clone) and not (clone / ".git/tmp").exists()
+            assert not processes_in(clone) and not (clone / ".git/tmp").exists()
         finally:
-            for process in left_by(clone):
+            for process, _ in processes_in(clone):
                 os.kill(process, signal.SIGKILL)
 
 
