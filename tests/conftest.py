@@ -2,6 +2,7 @@
 
 from tests.common import CACHE, ROOT, make_corpus, run_script  # first: it sets the environment
 
+import fcntl
 import shutil
 
 import prepare
@@ -27,10 +28,17 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def cache(corpus):
-    """Prepares the session's cache by a real run of prepare.py."""
-    done = run_script(ROOT / "prepare.py", "--data-dir", corpus)
-    assert done.returncode == 0, done.output
+def cache(corpus, tmp_path_factory, worker_id):
+    """Prepares the session's cache by a real run of prepare.py; other workers get a copy of it."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = (folder if worker_id == "master" else folder.parent) / "prepared"
+    with open(f"{shared}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not shared.exists():
+            done = run_script(ROOT / "prepare.py", "--data-dir", corpus)
+            assert done.returncode == 0, done.output
+            shutil.copytree(CACHE, shared)
+    shutil.copytree(shared, CACHE, dirs_exist_ok=True)
     return CACHE
 
 

@@ -48,7 +48,7 @@ def tiny(monkeypatch):
 
 
 # ---- nogpu.py ----
-@pytest.mark.compile
+@pytest.mark.nogpu
 def test_a_step_on_a_card_that_is_not_there(tmp_path):
     """It is traced, lowered and run on fake tensors without graph breaks, and torch's flash
     attention accepts its arguments. Its kernels are not compiled, to save time."""

@@ -197,7 +197,6 @@ def test_the_rehearsal_runs_the_optimizer_even_if_fp16_skips_the_step(monkeypatc
 
 
 # ---- Compilation ----
-@pytest.mark.compile
 def test_after_the_rehearsal_nothing_compiles(monkeypatch):
     """The run's own model, built anew, uses the code of the rehearsal. On a CPU evaluation is not
     compiled."""
