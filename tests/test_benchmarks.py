@@ -42,7 +42,7 @@ def call(monkeypatch, capsys):
 @pytest.fixture
 def tiny(monkeypatch):
     """Gives train.py small knobs until the test ends, and the probes fewer rows, to save time."""
-    monkeypatch.setattr(prepare, "PROBE_ROWS", 32)
+    monkeypatch.setattr(prepare, "PROBE_ROWS", 16)
     for name, value in TINY.items():
         monkeypatch.setattr(train, name, value.strip('"') if isinstance(value, str) else value)
 
@@ -115,7 +115,7 @@ def test_leaks_and_honest_models(call, tiny, cache, fresh_run, monkeypatch):
     for knob in ("SHORT_WINDOW", "LOGIT_SOFTCAP"):
         monkeypatch.setattr(train, knob, getattr(train, knob))
     data = prepare.load()
-    some = data._replace(rows=data.rows[:32])  # to save time
+    some = data._replace(rows=data.rows[:16])  # to save time
     monkeypatch.setattr(prepare, "begin_run", lambda: some)
     options = ("--steps", 1, "--draws", 2)
     monkeypatch.setattr(prepare, "PROBE_PEAK", 1e-4)  # two steps teach little of a leak

@@ -774,7 +774,7 @@ def make_ideas(count, seed):
 
 
 def test_a_short_night_with_kills(night):
-    check_night(night, make_ideas(4, 1), kills=6, seed=1)
+    check_night(night, make_ideas(3, 1), kills=5, seed=1)
 
 
 @pytest.mark.faults
