@@ -5,13 +5,9 @@ from tests.common import CACHE, ROOT, make_corpus, run_script  # first: it sets 
 import fcntl
 import shutil
 
-import prepare
-
 import hypothesis
 import pytest
-import torch
 
-torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "suite", deadline=None, derandomize=True, max_examples=60, database=None
 )
@@ -47,6 +43,8 @@ def own_cache(cache, tmp_path, monkeypatch):
     """Gives this process, and those it starts, a copy of the cache that a test may spoil."""
     folder = tmp_path / "own-cache"
     shutil.copytree(cache / "small", folder / "small")
+    import prepare  # late, since the process that only hands out the tests needs no torch
+
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(folder))
     monkeypatch.setattr(prepare, "CACHE", folder)
     monkeypatch.setattr(prepare, "PREPARED", folder / "small")
@@ -57,6 +55,8 @@ def own_cache(cache, tmp_path, monkeypatch):
 def fresh_run(monkeypatch):
     """Resets prepare.py to what a new process finds: nothing started, nothing scored. All tests run
     in one script, pytest, so locking its folder is switched off."""
+    import prepare
+
     monkeypatch.setattr(prepare, "_run", prepare.Run())
     monkeypatch.setattr(prepare, "_opened", set())
     monkeypatch.setattr(prepare, "_imported", prepare._now())
