@@ -30,21 +30,22 @@ def cache(corpus, tmp_path_factory, worker_id):
     shared = (folder if worker_id == "master" else folder.parent) / "prepared"
     with open(f"{shared}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not shared.exists():
+        if shared.exists():
+            shutil.copytree(shared, CACHE, dirs_exist_ok=True)
+        else:
             done = run_script(ROOT / "prepare.py", "--data-dir", corpus)
             assert done.returncode == 0, done.output
             shutil.copytree(CACHE, shared)
-    shutil.copytree(shared, CACHE, dirs_exist_ok=True)
     return CACHE
 
 
 @pytest.fixture
 def own_cache(cache, tmp_path, monkeypatch):
     """Gives this process, and those it starts, a copy of the cache that a test may spoil."""
-    folder = tmp_path / "own-cache"
-    shutil.copytree(cache / "small", folder / "small")
     import prepare  # late, since the process that only hands out the tests needs no torch
 
+    folder = tmp_path / "own-cache"
+    shutil.copytree(cache / "small", folder / "small")
     monkeypatch.setenv("AUTORESEARCH_CACHE", str(folder))
     monkeypatch.setattr(prepare, "CACHE", folder)
     monkeypatch.setattr(prepare, "PREPARED", folder / "small")

@@ -7,11 +7,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
-from tests.common import ROOT, edited, substitute
+from tests.common import ROOT, edited, substitute, wait_until
 from tests.test_tools import commit
 
 import pytest
@@ -147,13 +146,6 @@ def test_a_record_of_a_foreign_train_py_has_a_row(repo, folder):
 
 
 # ---- A real Slurm ----
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.5)
-
-
 @pytest.fixture
 def say(tmp_path):
     """Returns a function that runs a command on this test's own Slurm, with a budget of 20 s."""

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.common import ROOT, processes_in, run_script
+from tests.common import ROOT, processes_in, run_script, wait_until
 from tools import experiment
 
 import pytest
@@ -110,15 +110,11 @@ class Night:
                     os.kill(number, signal.SIGKILL)
 
     def wait(self):
-        end = time.monotonic() + 60
-        while "waits" in self.call() and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_until(lambda: "waits" not in self.call(), 60)
 
     def wait_for_begin(self):
         """Waits until the run has read train.py."""
-        end = time.monotonic() + 60
-        while "run: small" not in (self.folder / "run.log").read_text() and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_until(lambda: "run: small" in (self.folder / "run.log").read_text(), 60)
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import prepare
-from tests.common import LITTLE, ROOT, processes_in
+from tests.common import LITTLE, ROOT, processes_in, wait_until
 from tools import audit, rerun
 
 import pytest
@@ -139,10 +138,8 @@ def end(clone, night, number=signal.SIGTERM):
         try:
             night.send_signal(number)
             assert night.wait(timeout=3) == 130
-            until = time.monotonic() + 1
-            while processes_in(clone) and time.monotonic() < until:
-                time.sleep(0.01)
-            assert not processes_in(clone) and not (clone / ".git/tmp").exists()
+            wait_until(lambda: not processes_in(clone), 1)
+            assert not (clone / ".git/tmp").exists()
         finally:
             for process, _ in processes_in(clone):
                 os.kill(process, signal.SIGKILL)

@@ -227,7 +227,7 @@ def is_running():
     """The log of a run is locked until its last line, `exit CODE`."""
     if not RUN.exists():
         return False
-    with open(RUN, errors="replace") as file:  # not parsed whole, ten times per second
+    with open(RUN, errors="replace") as file:  # not parsed whole, five times per second
         return not EXIT.search(file.read()[-20:]) and not lock(file, fcntl.LOCK_SH)
 
 
@@ -260,7 +260,7 @@ def wait(seconds):
             show_progress()
             print("next: run, which waits for this run")
             raise SystemExit
-        time.sleep(0.1)
+        time.sleep(0.2)
     return Log(RUN)
 
 
