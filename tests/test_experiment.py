@@ -667,7 +667,10 @@ def test_what_people_write_into_results(night):
 
 
 # ---- Older nights, and other people's shells ----
-@pytest.mark.parametrize("name", ["2026-11-22", "2026-11-25", "2026-11-26", "2026-11-29"])
+NIGHTS = "2026-11-22 2026-11-25 2026-11-26 2026-11-27 2026-11-29"
+
+
+@pytest.mark.parametrize("name", NIGHTS.split())
 def test_an_older_night_goes_on(night, name):
     """Its log may have rows of `again`; its commits are not in the clone."""
     old = (ROOT / "nights" / name / "results.tsv").read_text().rstrip("\n").split("\n")
