@@ -559,20 +559,13 @@ def window_size(window, T):
 
 
 def load_varlen():
-    """torch's own attention; only its varlen interface takes a window. torch's log tells which
-    kernels it takes, and so does the record."""
+    """torch's own attention; only its varlen interface takes a window."""
     if torch.cuda.get_device_capability() < (8, 0):
         raise RuntimeError("needs compute capability 8.0")
     from torch.nn.attention.varlen import varlen_attn
 
     if current_flash_attention_impl():  # fa4 was tried before
         restore_flash_attention_impl()
-
-    kernels = set()
-    logger = logging.getLogger("torch.nn.attention.varlen")
-    logger.setLevel(logging.INFO)
-    # "Using cuDNN backend for varlen_attn"; as add returns None, the line is not printed.
-    logger.filters = [lambda record: kernels.add(record.getMessage().split()[1])]
 
     def attend(q, k, v, window):
         B, T = q.shape[:2]
@@ -582,7 +575,6 @@ def load_varlen():
         out = varlen_attn(q, k, v, ends, ends, T, T, window_size=size, enable_gqa=True)
         return out.unflatten(0, (B, T))
 
-    attend.kernels = kernels
     return attend
 
 
@@ -701,8 +693,7 @@ def choose_attention(config):
         try:
             attend = BACKENDS[name]()
             probe_attention(attend, config)
-            details = (getattr(attend, "snapshot", ""), *sorted(getattr(attend, "kernels", ())))
-            return " ".join(filter(None, (name, *details))), attend
+            return f"{name} {getattr(attend, 'snapshot', '')}".strip(), attend
         except Exception as error:  # a foreign kernel can raise anything: try the next
             print(f"attention: not {name}: {describe(error)}")
     return fail(
@@ -798,11 +789,13 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds per period, or "max"
 
 def tune_cpu():
     """Keeps glibc from returning freed memory, which the kernel would zero again (a tenth of a
-    step), limits threads to a container's quota, and starts no processes that compile Triton."""
+    step), asks for pages of 2 MB (a thirtieth), limits threads to a container's quota, and starts
+    no processes that compile Triton."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch's allocator
     quota = CPU_QUOTA.read_text().split() if CPU_QUOTA.exists() else ["max"]
     if quota[0] != "max":
         allowed = max(1, int(quota[0]) // int(quota[1]))
