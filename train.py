@@ -789,7 +789,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds per period, or "max"
 
 def tune_cpu():
     """Keeps glibc from returning freed memory, which the kernel would zero again (a tenth of a
-    step), asks for pages of 2 MB (a thirtieth), limits threads to a container's quota, and starts
+    step), asks for pages of 2 MB (a fortieth), limits threads to a container's quota, and starts
     no processes that compile Triton."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
