@@ -20,7 +20,6 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -584,7 +583,7 @@ def load_fa4():
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         raise RuntimeError("needs compute capability 9.x or 10.x")
     attend = load_varlen()
-    activate_flash_attention_impl("FA4")
+    activate_flash_attention_impl("FA4")  # raises an error without the package
     attend.snapshot = version("flash-attn-4")
     return attend
 
@@ -646,9 +645,8 @@ BACKENDS = {
     "blocks": lambda: attend_blocks,
     "sdpa": lambda: attend_sdpa,
 }
-FA4 = ("fa4",) if find_spec("flash_attn") else ()  # without the package nothing is said about it
 BACKEND_ORDER = {
-    "cuda": ("fa3", *FA4, "varlen", "sdpa"),
+    "cuda": ("fa3", "fa4", "varlen", "sdpa"),
     "cpu": ("blocks", "sdpa"),
     "mps": ("sdpa",),
 }
