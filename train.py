@@ -63,12 +63,14 @@ ROPE_BASE         = 10000         # base of the rotary embedding (theta)
 LOGIT_SOFTCAP     = 15            # tanh keeps logits within +-this; 0: off
 VE_EVERY          = 2             # value embedding (ve) each n-th layer; 0: none
 VE_GATE_CHANNELS  = 32            # input channels of its gate
+NGRAM_ROWS        = by_profile(full=0, medium=0, small=16)             # of the n-gram table / V
 # Initialisation
 EMBEDDING_STD     = 1.0           # wte, normal
 UNEMBEDDING_STD   = 0.001         # lm_head, normal: the first loss is ln V
 MATRIX_SCALE      = 1.0           # q, k, v, up, ve: +-this * sqrt(3 / C)
 RESID_INIT        = 1.0           # resid_lambdas: factor on the stream
 X0_INIT           = 0.1           # x0_lambdas: share of x0 added; None: off
+NGRAM_INIT        = 0.1           # ngram_lambda: share of n-grams in x0
 # Batch
 TOTAL_BATCH_SIZE  = by_profile(full=2**19, medium=2**15, small=2**12)  # tokens per step
 DEVICE_BATCH_SIZE = by_profile(full=128, medium=16, small=8)           # rows at a time, at most
@@ -77,7 +79,7 @@ EMBEDDING_LR      = by_profile(full=0.6, medium=0.6, small=0.3)        # wte, ve
 UNEMBEDDING_LR    = by_profile(full=0.004, medium=0.004, small=0.002)  # lm_head
 MATRIX_LR         = by_profile(full=0.04, medium=0.04, small=0.02)     # matrices in the blocks
 SCALAR_LR         = by_profile(full=0.5, medium=0.5, small=0.1)        # x0_lambdas
-RESID_LR          = 0.005         # resid_lambdas
+RESID_LR          = 0.005         # resid_lambdas, ngram_lambda
 VECTOR_LR         = 0.05          # gains, biases and the like in the blocks
 WIDTH_LR_POWER    = -0.5          # lm_head, wte, ve: lr * (C / 768) ** this
 WEIGHT_DECAY      = 0.2           # of Muon's matrices, falls to 0 over the run
@@ -241,6 +243,9 @@ class GPT(nn.Module):
         self.value_embeddings = nn.ModuleDict(
             {str(i): nn.Embedding(config.vocab_size, config.kv_dim) for i in config.value_layers}
         )
+        if NGRAM_ROWS:
+            self.ngrams = nn.Embedding(NGRAM_ROWS * config.vocab_size, config.n_embd)
+            self.ngram_lambda = nn.Parameter(torch.empty(1))
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(n_layer))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         # `forward` indexes them to 0-D: fp32 of shape [1] would promote the bf16 stream to fp32.
@@ -257,6 +262,11 @@ class GPT(nn.Module):
         cos = self.cos[:T]
         sin = self.sin[:T]
         x = norm(look_up(self.wte, idx).to(self.config.dtype))
+        if NGRAM_ROWS:  # hashed pairs and triples that end here (arXiv 2501.16975)
+            pair = 36313 * idx ^ 27191 * F.pad(idx[:, :-1], (1, 0))
+            triple = pair ^ 51749 * F.pad(idx[:, :-2], (2, 0))
+            row = torch.stack((pair, triple)) % self.ngrams.num_embeddings
+            x = x + self.ngram_lambda[0] * look_up(self.ngrams, row).sum(0).to(x.dtype)
         x0 = x
         for i, block in enumerate(self.blocks):
             x = self.resid_lambdas[i] * x
@@ -317,6 +327,9 @@ def initialise(model, seed):
             attention.gate.weight.zero_()
         block.mlp.up.weight.uniform_(-s, s, generator=generator)
         block.mlp.down.weight.zero_()
+    if NGRAM_ROWS:
+        model.ngrams.weight.zero_()
+        model.ngram_lambda.fill_(NGRAM_INIT)
     model.resid_lambdas.fill_(RESID_INIT)
     if model.x0_lambdas is not None:
         model.x0_lambdas.fill_(X0_INIT)
@@ -342,6 +355,7 @@ def parameter_groups(model):
     scale = (model.config.n_embd / 768) ** WIDTH_LR_POWER
     tables = [embedding.weight for embedding in embeddings(model)]
     x0 = [] if model.x0_lambdas is None else [model.x0_lambdas]
+    lambdas = [model.resid_lambdas, *([model.ngram_lambda] if NGRAM_ROWS else [])]
     vectors = [p for p in model.blocks.parameters() if p.ndim < 2]  # none, as shipped
     matrices = defaultdict(list)
     for p in model.blocks.parameters():
@@ -353,7 +367,7 @@ def parameter_groups(model):
     groups = [
         group("adamw", model.lm_head.parameters(), UNEMBEDDING_LR * scale, ADAM_BETAS),
         group("adamw", tables, EMBEDDING_LR * scale, ADAM_BETAS),
-        group("adamw", [model.resid_lambdas], RESID_LR, ADAM_BETAS),
+        group("adamw", lambdas, RESID_LR, ADAM_BETAS),
         group("adamw", x0, SCALAR_LR, X0_BETAS),
         group("adamw", vectors, VECTOR_LR, ADAM_BETAS),
     ]

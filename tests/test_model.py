@@ -94,6 +94,24 @@ def test_the_x0_weight_adds_the_embedding_before_the_layer():
     torch.testing.assert_close(last, [x0])
 
 
+def test_hashed_pairs_and_triples_are_added_to_the_embedding(monkeypatch):
+    """Before a row's first token there are zeros."""
+    set_knobs(monkeypatch, NGRAM_ROWS=3)
+    model = build(tiny())
+    [block, _] = model.blocks
+    inputs = record_inputs(block)
+    idx = tokens(model.config)
+    model(idx)
+    expected = train.norm(model.wte(idx))
+    for b, row in enumerate(idx.tolist()):
+        for t, (before, last, this) in enumerate(zip([0, 0, *row], [0, *row], row, strict=False)):
+            pair = (this * 36313) ^ (last * 27191)
+            for code in (pair, pair ^ (before * 51749)):
+                expected[b, t] += model.ngram_lambda * model.ngrams.weight[code % (3 * 61)]
+    weight = model.resid_lambdas[0] + model.x0_lambdas[0]
+    torch.testing.assert_close(inputs, [weight * expected])
+
+
 def test_a_cpu_reads_tables_by_gather_with_the_same_gradient():
     """Also of a table in bf16, whose gradient is summed in fp32 and then rounded once."""
     torch.manual_seed(0)
@@ -109,7 +127,7 @@ def test_a_cpu_reads_tables_by_gather_with_the_same_gradient():
 
 
 # ---- Parts switched off ----
-ZERO = "LOGIT_SOFTCAP SHORT_WINDOW VE_EVERY WEIGHT_DECAY WARMDOWN_RATIO MOMENTUM_STEPS"
+ZERO = "LOGIT_SOFTCAP SHORT_WINDOW VE_EVERY NGRAM_ROWS WEIGHT_DECAY WARMDOWN_RATIO MOMENTUM_STEPS"
 SWITCHES = {
     "as it is": {},
     "all off": dict.fromkeys(ZERO.split(), 0) | {"X0_INIT": None},
@@ -129,27 +147,31 @@ def test_a_model_with_this_switched_trains(monkeypatch, switch):
 # ---- Initialisation ----
 def test_initialisation_follows_the_knobs_and_the_seed(monkeypatch):
     set_knobs(monkeypatch, EMBEDDING_STD=3.0, UNEMBEDDING_STD=0.5, MATRIX_SCALE=0.25)
-    set_knobs(monkeypatch, RESID_INIT=0.75, X0_INIT=-2.0)
+    set_knobs(monkeypatch, RESID_INIT=0.75, X0_INIT=-2.0, NGRAM_INIT=0.3)
     model, other = (build(tiny(layers=3), seed=seed, scramble=False) for seed in (1, 2))
     assert model.wte.weight.std().item() == pytest.approx(3, rel=0.05)
     assert model.lm_head.weight.std().item() == pytest.approx(0.5, rel=0.05)
     assert model.resid_lambdas.tolist() == [0.75] * 3
     assert model.x0_lambdas.tolist() == [-2.0] * 3
+    assert model.ngram_lambda.item() == pytest.approx(0.3)
     s = 0.25 * math.sqrt(3 / 64)
     named = dict(model.named_parameters())
-    assert len(named) == 2 + 2 + 2 + 3 * 6 + 2  # outside, lambdas, tables, matrices, gates
+    assert len(named) == 2 + 2 + 2 + 2 + 3 * 6 + 2  # outside, lambdas, n-grams, ve, matrices, gates
     for name, weight in named.items():
-        constant = bool(re.search(r"\.(out|down|gate)\.|lambdas", name))
+        constant = bool(re.search(r"\.(out|down|gate)\.|lambda|ngrams", name))
         assert constant == weight.equal(other.get_parameter(name)), name
         if constant:
-            assert "lambdas" in name or not weight.any()
+            assert "lambda" in name or not weight.any()
         elif "." in name.removesuffix(".weight"):  # a value table or a matrix in a block
             assert -s <= weight.min() < -0.9 * s < 0.9 * s < weight.max() <= s
 
 
 @pytest.mark.parametrize(
     ("dtype", "tables"),
-    [(torch.bfloat16, {"wte.weight", "value_embeddings.1.weight"}), (torch.float16, set())],
+    [
+        (torch.bfloat16, {"wte.weight", "value_embeddings.1.weight", "ngrams.weight"}),
+        (torch.float16, set()),
+    ],
 )
 def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
     """In fp16 the tables stay in fp32 too, and with them AdamW's second moments."""

@@ -28,7 +28,9 @@ def test_each_row_has_the_values_of_its_knobs(monkeypatch):
         "lm_head.weight": ("adamw", 3 * scale, (0.1, 0.2), 0),
         "wte.weight": tables,
         "value_embeddings.1.weight": tables,
+        "ngrams.weight": tables,
         "resid_lambdas": ("adamw", 11, (0.1, 0.2), 0),
+        "ngram_lambda": ("adamw", 11, (0.1, 0.2), 0),
         "x0_lambdas": ("adamw", 7, (0.3, 0.4), 0),
     }
 
