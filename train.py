@@ -63,7 +63,7 @@ ROPE_BASE         = 10000         # base of the rotary embedding (theta)
 LOGIT_SOFTCAP     = 15            # tanh keeps logits within +-this; 0: off
 VE_EVERY          = 2             # value embedding (ve) each n-th layer; 0: none
 VE_GATE_CHANNELS  = 32            # input channels of its gate
-NGRAM_ROWS        = by_profile(full=0, medium=0, small=16)             # of the n-gram table / V
+NGRAM_ROWS        = by_profile(full=0, medium=0, small=16)             # n-grams' table / V; 0: none
 # Initialisation
 EMBEDDING_STD     = 1.0           # wte, normal
 UNEMBEDDING_STD   = 0.001         # lm_head, normal: the first loss is ln V
@@ -75,13 +75,13 @@ NGRAM_INIT        = 0.1           # ngram_lambda: share of n-grams in x0
 TOTAL_BATCH_SIZE  = by_profile(full=2**19, medium=2**15, small=2**12)  # tokens per step
 DEVICE_BATCH_SIZE = by_profile(full=128, medium=16, small=8)           # rows at a time, at most
 # Optimizer: Muon takes MATRIX_LR, AdamW the other rates
-EMBEDDING_LR      = by_profile(full=0.6, medium=0.6, small=0.3)        # wte, ve
+EMBEDDING_LR      = by_profile(full=0.6, medium=0.6, small=0.3)        # tables
 UNEMBEDDING_LR    = by_profile(full=0.004, medium=0.004, small=0.002)  # lm_head
 MATRIX_LR         = by_profile(full=0.04, medium=0.04, small=0.02)     # matrices in the blocks
 SCALAR_LR         = by_profile(full=0.5, medium=0.5, small=0.1)        # x0_lambdas
 RESID_LR          = 0.005         # resid_lambdas, ngram_lambda
 VECTOR_LR         = 0.05          # gains, biases and the like in the blocks
-WIDTH_LR_POWER    = -0.5          # lm_head, wte, ve: lr * (C / 768) ** this
+WIDTH_LR_POWER    = -0.5          # lm_head, tables: lr * (C / 768) ** this
 WEIGHT_DECAY      = 0.2           # of Muon's matrices, falls to 0 over the run
 ADAM_BETAS        = (0.8, 0.95)   # beta1, beta2
 X0_BETAS          = (0.96, 0.95)  # the same for x0_lambdas
@@ -111,7 +111,7 @@ def derive_config(vocab_size, dtype):
     if width != DEPTH * ASPECT_RATIO:
         print(f"width: DEPTH * ASPECT_RATIO = {DEPTH * ASPECT_RATIO} is rounded up to {width}")
     pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
-    short = SHORT_WINDOW or MAX_SEQ_LEN
+    short = min(SHORT_WINDOW or MAX_SEQ_LEN, MAX_SEQ_LEN)
     return SimpleNamespace(
         dtype=dtype,
         vocab_size=vocab_size,
@@ -171,8 +171,8 @@ def rotate(x, cos, sin):
 
 
 def look_up(embedding, idx):
-    """Returns embedding(idx). On a CPU by gather, whose gradient is not summed up by atomics: that
-    saves a twentieth of a step."""
+    """Returns embedding(idx). On a CPU it takes gather, in fp32: its gradient needs no atomics,
+    which saves a twentieth of a step."""
     if idx.device.type != "cpu":
         return embedding(idx)
     index = idx.flatten()[:, None].expand(-1, embedding.embedding_dim)
@@ -180,9 +180,9 @@ def look_up(embedding, idx):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with QK-norm (arXiv 2010.04245). Every VE_EVERY-th layer adds to its
-    values a learned embedding of the token, scaled by a gate per key-value head (ResFormer, arXiv
-    2410.17897)."""
+    """Causal self-attention with QK-norm (arXiv 2010.04245). The layers of `value_layers` add to
+    their values ve [B, T, KV heads * D], a learned embedding of the token, times a gate per KV head
+    (ResFormer, arXiv 2410.17897)."""
 
     def __init__(self, config, layer, attend):
         super().__init__()
@@ -245,10 +245,10 @@ class GPT(nn.Module):
         )
         if NGRAM_ROWS:
             self.ngrams = nn.Embedding(NGRAM_ROWS * config.vocab_size, config.n_embd)
-            self.ngram_lambda = nn.Parameter(torch.empty(1))
+            self.ngram_lambda = nn.Parameter(torch.empty(()))
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(n_layer))
         self.lm_head = Linear(config.n_embd, config.vocab_size)
-        # `forward` indexes them to 0-D: fp32 of shape [1] would promote the bf16 stream to fp32.
+        # All lambdas act as 0-D: fp32 of shape [1] would promote the bf16 stream to fp32.
         self.resid_lambdas = nn.Parameter(torch.empty(n_layer))
         self.x0_lambdas = None if X0_INIT is None else nn.Parameter(torch.empty(n_layer))
         table = torch.empty(config.sequence_len, 1, config.head_dim // 2)
@@ -263,10 +263,10 @@ class GPT(nn.Module):
         sin = self.sin[:T]
         x = norm(look_up(self.wte, idx).to(self.config.dtype))
         if NGRAM_ROWS:  # hashed pairs and triples that end here (arXiv 2501.16975)
-            pair = 36313 * idx ^ 27191 * F.pad(idx[:, :-1], (1, 0))
-            triple = pair ^ 51749 * F.pad(idx[:, :-2], (2, 0))
+            pair = 36313 * idx ^ 27191 * F.pad(idx, (1, 0))[:, :-1]
+            triple = pair ^ 51749 * F.pad(idx, (2, 0))[:, :-2]
             row = torch.stack((pair, triple)) % self.ngrams.num_embeddings
-            x = x + self.ngram_lambda[0] * look_up(self.ngrams, row).sum(0).to(x.dtype)
+            x = x + self.ngram_lambda * look_up(self.ngrams, row).sum(0).to(x.dtype)
         x0 = x
         for i, block in enumerate(self.blocks):
             x = self.resid_lambdas[i] * x
@@ -290,9 +290,7 @@ class GPT(nn.Module):
         """Counts forward and backward: 6 per weight of a matmul; for attention 12 per channel and
         position in the window, not halved for causality (as in PaLM, arXiv 2204.02311)."""
         weights = sum(p.numel() for p in self.blocks.parameters()) + self.lm_head.weight.numel()
-        T = self.config.sequence_len
-        seen = sum(min(window, T) for window in self.config.windows)
-        return 6 * weights + 12 * self.config.n_embd * seen
+        return 6 * weights + 12 * self.config.n_embd * sum(self.config.windows)
 
 
 # ---- Initialisation ----
@@ -345,8 +343,7 @@ def initialise(model, seed):
 def group(kind, params, lr, betas, decay=0.0):
     """Returns a row of parameter_groups. Before each step `set_schedules` derives from it lr,
     weight_decay and Muon's momentum, which rises to betas[0]."""
-    rates = {"peak_lr": lr, "betas": betas, "peak_decay": decay, "eps": EPS}
-    return {"kind": kind, "params": list(params), **rates}
+    return dict(kind=kind, params=list(params), peak_lr=lr, betas=betas, peak_decay=decay, eps=EPS)
 
 
 def parameter_groups(model):
@@ -363,7 +360,7 @@ def parameter_groups(model):
             matrices[p.shape].append(p)
 
     # At step 0 the blocks add nothing: the lambdas' gradient is rounding, of which Adam makes a
-    # whole step, up or down. A low SCALAR_LR keeps it small.
+    # whole step, up or down. Hence the low SCALAR_LR of `small`.
     groups = [
         group("adamw", model.lm_head.parameters(), UNEMBEDDING_LR * scale, ADAM_BETAS),
         group("adamw", tables, EMBEDDING_LR * scale, ADAM_BETAS),
@@ -453,10 +450,10 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self):
-        params = [p for group in self.param_groups for p in group["params"]]
-        for p in params:
-            if p.grad is None:  # the parameter had no part in this step
-                p.grad = torch.zeros_like(p)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:  # the parameter had no part in this step
+                    p.grad = torch.zeros_like(p)
         self.adamw.step()  # fused, it rounds a bf16 table once, after decay and update
         for group in self.muon_groups:
             self.step_muon(group)
@@ -518,8 +515,7 @@ def train(model, optimizer, loader, micro_batches):
     """Takes steps of `micro_batches` batches until TIME_BUDGET is over. Returns their number."""
     step = 0
     batches = list(itertools.islice(loader, micro_batches))  # starts the clock
-    while elapsed() < TIME_BUDGET:
-        progress = elapsed() / TIME_BUDGET
+    while (progress := elapsed() / TIME_BUDGET) < 1:
         set_schedules(optimizer, progress, step)
         loss = train_step(model, optimizer, batches)
         step += 1
@@ -541,7 +537,7 @@ def load_fa3():
     from kernels import get_kernel
 
     repository = "kernels-community/flash-attn3"
-    pin = CACHE / "flash-attn3-v1"  # holds the path of that copy
+    pin = CACHE / f"flash-attn3-v1-{torch.__version__}"  # holds the path of that copy
     copy = pin.read_text() if pin.exists() else ""
     if os.path.isdir(copy):
         os.environ.setdefault("LOCAL_KERNELS", f"{repository}={copy}")
@@ -565,8 +561,7 @@ def load_fa3():
 
 
 def window_size(window, T):
-    """Returns what flash attention takes: (-1, 0), faster on some GPUs, if the window covers the
-    row."""
+    """Returns (left, right) as flash attention takes them. -1 means all, faster on some GPUs."""
     return (-1, 0) if window >= T - 1 else (window, 0)
 
 
@@ -591,8 +586,9 @@ def load_varlen():
 
 
 def load_fa4():
-    """FlashAttention 4 (arXiv 2603.05451), which torch calls in varlen_attn once it is switched on.
-    It needs the package flash-attn-4, and Hopper or a Blackwell of the data centre."""
+    """FlashAttention 4 (arXiv 2603.05451), which varlen_attn calls once it is switched on, though
+    torch 2.15 may take cuDNN where the window covers the row. It needs the package flash-attn-4,
+    and Hopper or a Blackwell of the data centre."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         raise RuntimeError("needs compute capability 9.x or 10.x")
     attend = load_varlen()
@@ -660,7 +656,7 @@ BACKENDS = {
 }
 BACKEND_ORDER = {
     "cuda": ("fa3", "fa4", "varlen", "sdpa"),
-    "cpu": ("blocks", "sdpa"),
+    "cpu": ("blocks",),
     "mps": ("sdpa",),
 }
 ATTENTION_TOLERANCE = 0.02  # relative; bf16 rounding gives 0.004, a wrong window over 0.1
@@ -674,8 +670,8 @@ def probe_attention(attend, config):
     generator = torch.Generator().manual_seed(0)
     # For q, k, v and the output's gradient:
     heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
+    shapes = [(2, config.sequence_len, count, config.head_dim) for count in heads]
     for window in sorted(set(config.windows)):
-        shapes = [(1, config.sequence_len, count, config.head_dim) for count in heads]
         tensors = [torch.randn(s, generator=generator).to(DEVICE, config.dtype) for s in shapes]
         results = []
         for function, precision in ((attend, config.dtype), (attend_sdpa, torch.float32)):
@@ -713,12 +709,9 @@ def choose_attention(config):
     )
 
 
-# Plumbing: experiments rarely change what follows.
-
-
-# ---- Warm-up ----
+# ---- Warm-up, and other plumbing from here on, which experiments rarely change ----
 def build(config, attend, compiles):
-    """Builds what a run begins with: (model, compiled model, optimizer) and the random state."""
+    """Seeds torch. Returns (model, compiled model, optimizer) as a run begins with them."""
     torch.manual_seed(SEED)
     with DEVICE:
         model = GPT(config, attend)
@@ -733,9 +726,9 @@ def build(config, attend, compiles):
 
 
 def for_evaluation(model, compiled_model):
-    """Returns the model to score. On a CPU that is the uncompiled one: compiling takes 20 s after
-    each change and saves 2 s."""
-    return compiled_model if model.lm_head.weight.device.type == "cuda" else model
+    """Returns the model to score. Without CUDA that is the uncompiled one: compiling takes 20 s
+    after each change and saves 2 s."""
+    return compiled_model if DEVICE.type == "cuda" else model
 
 
 def rehearse(rows, config, attend, compiles):
@@ -755,14 +748,13 @@ def rehearse(rows, config, attend, compiles):
 
 
 def is_out_of_memory(error):
-    """CUDA's error has a type of its own; those of MPS, CPUs and compilers have these words."""
-    words = ("out of memory", "allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+    """Knows the errors of GPUs, CPUs and compilers by these words."""
+    return any(words in str(error) for words in ("out of memory", "allocate memory"))
 
 
 def can_compile():
-    """On a CPU compiles a sum. If that fails, the machine lacks a compiler or Python's headers, and
-    the model has no bug. Prints the reason."""
+    """Without CUDA compiles a sum. If that fails, the machine lacks a compiler or Python's headers,
+    and the model has no bug. Prints the reason."""
     if DEVICE.type == "cuda":
         return True
     try:

@@ -54,8 +54,7 @@ COLUMNS = {  # key of a record: format
     "setting": "",
 }
 TIMED = {  # text of train.py: its replacement with --steps
-    "progress = elapsed() / TIME_BUDGET": "progress = step / {steps}",
-    "while elapsed() < TIME_BUDGET:": "while step < {steps}:",
+    "(progress := elapsed() / TIME_BUDGET)": "(progress := step / {steps})",
 }
 LONG = 6 * 3600  # seconds, a budget that no run by steps reaches
 
@@ -231,6 +230,8 @@ def run_idea(setting, seconds):
 def search(log, ideas, seconds):
     import train
 
+    if train.by_profile(full=True, medium=True, small=False):
+        raise SystemExit("error: the ranges are those of `small`; set AUTORESEARCH_PROFILE=small.")
     as_it_is = {knob: getattr(train, knob) for knob in RANGES}
     lines = log.read_text().splitlines() if log.exists() else []
     lines = [json.loads(line) for line in lines]

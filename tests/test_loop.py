@@ -110,13 +110,13 @@ def a_run():
     ("where", "error"),
     [
         ((Watched, "forward"), None),
-        ((Watched, "forward"), torch.OutOfMemoryError),  # CUDA's
+        ((Watched, "forward"), partial(torch.OutOfMemoryError, "CUDA out of memory.")),
         ((train, "muon_update"), partial(RuntimeError, "MPS backend out of memory")),
     ],
 )
 def test_a_rehearsal_finds_rows_that_fit_and_leaves_no_trace(monkeypatch, capsys, where, error):
-    """It takes a step of two micro-batches and scores an evaluation batch. No buffer, counter, random
-    number of dropout or state of the optimizer stays, nor, after a failure, memory."""
+    """It takes a step of two micro-batches and scores an evaluation batch. No buffer, counter,
+    random number of dropout or state of the optimizer stays, nor, after a failure, memory."""
     set_knobs(monkeypatch, **SIZES, GPT=Watched)
     before = a_run()
     initialise = train.initialise

@@ -16,15 +16,37 @@ import torch.nn.functional as F
 
 
 # ---- Golden values ----
+def import_profile(monkeypatch, profile):
+    """Imports train.py as a module of its own, since knobs are read once, at import."""
+    monkeypatch.setattr(prepare, "PROFILE", profile)
+    monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 512 if profile == "small" else 2048)
+    spec = importlib.util.spec_from_file_location(profile, ROOT / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("profile", "depth", "width", "windows", "micro_batches"),
+    [
+        ("full", 8, 512, {1024, 2048}, 2),
+        ("medium", 4, 512, {256, 2048}, 1),
+        ("small", 3, 192, {32, 512}, 1),
+    ],
+)
+def test_the_knobs_of_a_profile_fit_each_other(
+    monkeypatch, profile, depth, width, windows, micro_batches
+):
+    module = import_profile(monkeypatch, profile)
+    config = module.derive_config(8192, torch.float32)
+    assert (len(config.windows), config.n_embd, set(config.windows)) == (depth, width, windows)
+    assert module.accumulation_steps(module.DEVICE_BATCH_SIZE) == micro_batches
+
+
 def test_the_full_default_has_50_million_parameters(monkeypatch):
     """A layer has 12 * 512^2 weights. There are 4 gates of 32 * 4, 6 tables of V * C,
     16 scalars."""
-    monkeypatch.setattr(prepare, "PROFILE", "full")
-    monkeypatch.setattr(prepare, "MAX_SEQ_LEN", 2048)
-    # A module of its own, since knobs are read once, at import:
-    spec = importlib.util.spec_from_file_location("full", ROOT / "train.py")
-    full = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(full)
+    full = import_profile(monkeypatch, "full")
     with torch.device("meta"):
         model = full.GPT(full.derive_config(8192, torch.float32), None)
     S = 1024
@@ -95,21 +117,22 @@ def test_the_x0_weight_adds_the_embedding_before_the_layer():
 
 
 def test_hashed_pairs_and_triples_are_added_to_the_embedding(monkeypatch):
-    """Before a row's first token there are zeros."""
+    """Before a row's first token there are zeros, also in a row of one token."""
     set_knobs(monkeypatch, NGRAM_ROWS=3)
     model = build(tiny())
     [block, _] = model.blocks
     inputs = record_inputs(block)
-    idx = tokens(model.config)
-    model(idx)
-    expected = train.norm(model.wte(idx))
-    for b, row in enumerate(idx.tolist()):
-        for t, (before, last, this) in enumerate(zip([0, 0, *row], [0, *row], row, strict=False)):
-            pair = (this * 36313) ^ (last * 27191)
-            for code in (pair, pair ^ (before * 51749)):
-                expected[b, t] += model.ngram_lambda * model.ngrams.weight[code % (3 * 61)]
     weight = model.resid_lambdas[0] + model.x0_lambdas[0]
-    torch.testing.assert_close(inputs, [weight * expected])
+    for T in (32, 1):
+        idx = tokens(model.config)[:, :T]
+        model(idx)
+        expected = train.norm(model.wte(idx))
+        for b, row in enumerate(idx.tolist()):
+            for t, (before, last, this) in enumerate(zip([0, 0, *row], [0, *row], row)):
+                pair = (this * 36313) ^ (last * 27191)
+                for code in (pair, pair ^ (before * 51749)):
+                    expected[b, t] += model.ngram_lambda * model.ngrams.weight[code % (3 * 61)]
+        torch.testing.assert_close(inputs.pop(), weight * expected)
 
 
 def test_a_cpu_reads_tables_by_gather_with_the_same_gradient():
@@ -179,5 +202,5 @@ def test_tables_take_the_precision_and_matrices_stay_in_fp32(dtype, tables):
     low = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
     assert low == tables
     seen = record_inputs(model.blocks[1])
-    model(tokens(model.config))
+    assert model(tokens(model.config)).dtype == torch.float32
     assert seen[0].dtype == dtype

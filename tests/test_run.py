@@ -37,6 +37,7 @@ def test_sizes_are_rounded_aloud(monkeypatch, capsys):
         ("S", 7, 3, 2, [7, 7, 512], [0, 2]),
         ("SSSL", 0, 5, 3, [512] * 5, [1, 4]),
         ("SL", 7, 1, 0, [512], []),
+        ("SL", 600, 2, 0, [512, 512], []),
     ],
 )
 def test_the_last_layer_is_never_short(monkeypatch, pattern, short, depth, every, windows, values):
@@ -89,6 +90,8 @@ def good(cache, tmp_path_factory):
     shutil.copytree(prepare.PREPARED, theirs / "cache" / prepare.PREPARED.name)
     script = common.edited(theirs / "code")
     (theirs / "sitecustomize.py").write_text(GUARD)
+    (folder / "reach.py").write_text("import socket; socket.getaddrinfo('localhost', 80)")
+    assert common.run_script(folder / "reach.py", PYTHONPATH=theirs).returncode == 99
     files = [theirs, *theirs.rglob("*")]
     times = [path.stat().st_mtime_ns for path in files]
     for path in files:

@@ -50,9 +50,8 @@ def main(commit):
         archive = [*git, "archive", f"--output={clean}/tree.tar", name]
         subprocess.run(archive, env=environment, check=True)
         subprocess.run(["tar", "-xf", f"{clean}/tree.tar", "-C", f"{clean}/tree"], check=True)
-        known = prepare.CACHE / "flash-attn3-v1"  # train.load_fa3 wrote it
-        if known.exists():
-            shutil.copy(known, f"{clean}/cache")
+        for pin in prepare.CACHE.glob("flash-attn3-v1-*"):  # train.load_fa3 wrote it
+            shutil.copy(pin, f"{clean}/cache")
         environment.setdefault("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         environment |= {
             "HOME": f"{clean}/home",
