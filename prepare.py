@@ -368,8 +368,8 @@ def pack_rows(documents, row_len, buffer_docs=BUFFER_DOCS):
 
 def make_dataloader(tokenizer, B, T, split="train", buffer_size=BUFFER_DOCS):
     """Yields (inputs, targets, epoch) forever: new int64 tensors [B, T] on the device, targets one
-    token ahead. The rows do not depend on B. The first batch starts the clock. `tokenizer` is
-    ignored: tokens are made at preparation. Raises ValueError for another split."""
+    token ahead. The rows do not depend on B. The first batch starts the clock. `tokenizer` only
+    keeps the original's signature. Raises ValueError for another split."""
     if split != "train":
         raise ValueError('split must be "train": only evaluate_bpb reads "val"')
     data = begin_run()
@@ -466,10 +466,10 @@ def token_losses(model, inputs, targets, token_bytes):
 
 
 def check_foresight(model, rows, token_bytes, rng):
-    """Refuses a model that notes what comes next in a row and looks it up for the same row. If it
-    keeps the first that it saw after a context, it never changes its answer, and `probe` sees
-    nothing. So here some tokens are random, in each row another share. A model that has not seen a
-    random token cannot prefer it to another one: what it gains is 0 but for chance."""
+    """Refuses a model whose forward() notes what comes next in a row and looks it up for that row.
+    `probe` misses one that keeps the first answer to a context. So here some tokens are random, in
+    each row a share of 1/16 to 1. A model that has not seen a random token cannot prefer it to
+    another one: what it gains is 0 but for chance."""
     chosen = rows[rng.choice(len(rows), 2 * EVAL_BATCH)]
     is_random = rng.random(chosen.shape) < 16.0 ** -rng.random((len(chosen), 1))
     is_random[:, 0] = False  # rows begin with BOS
@@ -509,7 +509,7 @@ def draw_cuts(tokens, rng):
     cuts[by_chunk] = np.maximum(cuts[by_chunk] // 8 * 8, 1)
     by_token = numbers[3::3]
     common = np.argsort(-np.bincount(tokens.ravel()))
-    for i, token in zip(by_token, itertools.cycle(common), strict=False):
+    for i, token in zip(by_token, itertools.cycle(common)):
         places = np.flatnonzero(tokens[i, : T - 1] == token)
         if len(places):
             cuts[i] = rng.choice(places) + 1
@@ -518,8 +518,9 @@ def draw_cuts(tokens, rng):
 
 def probe(model, rows, losses, token_bytes, rng):
     """Scores PROBE_ROWS rows again, some repeatedly if there are fewer. From a cut on, all inputs
-    are another row's. Losses before it must not change (`causality`; `edges` are the first and the
-    last), nor those of uncut rows (`isolation`). Returns {probe: absolute changes, nats}."""
+    are another row's. `losses` [N, T] before the cut must not change (`causality`; `edges` are the
+    first and the last), nor those of uncut rows (`isolation`). Returns {probe: absolute changes,
+    nats}."""
     rounds = math.ceil(PROBE_ROWS / len(rows))
     chosen = np.concatenate([rng.permutation(len(rows)) for _ in range(rounds)])[:PROBE_ROWS]
     inputs = rows[chosen, :-1]
@@ -936,7 +937,7 @@ def prepare(corpus):
         data = load()
     total = len(data.tokens)
     fitting = np.minimum(np.diff(data.ends), MAX_SEQ_LEN + 1).sum()
-    if fitting < max(total / 5, EVAL_TOKENS):
+    if fitting < max(total / 5, EVAL_TOKENS):  # long documents, or few
         print(f"warning: runs will repeat {fitting} tokens; add text, or split its documents.")
     print(
         f"ready: {PROFILE} profile, {total / 1e6:.1f} million training tokens (at most "
@@ -959,7 +960,7 @@ def main():
         CACHE.mkdir(parents=True, exist_ok=True)
         while not lock(CACHE):
             print("waiting for another preparation to end", flush=True)
-            time.sleep(2)
+            time.sleep(5)
         prepare(args.corpus)
     except (requests.RequestException, pa.ArrowInvalid) as error:
         fail(f"download: {error}; run the same command to go on, or use --corpus python.")

@@ -16,15 +16,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # These are set before prepare.py is imported, since it reads them once, at import.
 CACHE = Path(tempfile.mkdtemp(prefix="autoresearch-tests-"))
+# Without bytecode each of 60 processes takes four seconds more to import torch. In a hook git names
+# the user's own repository.
 for name in """
     SEED AUTORESEARCH_TIME_BUDGET AUTORESEARCH_RUNS HF_ENDPOINT HF_HUB_OFFLINE
-    PYTHONDONTWRITEBYTECODE
-""".split():  # without bytecode each of 60 processes takes four seconds more to import torch
+    PYTHONDONTWRITEBYTECODE GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE LANGUAGE
+""".split():
     os.environ.pop(name, None)
 os.environ |= {
     "AUTORESEARCH_PROFILE": "small",
     "AUTORESEARCH_CACHE": str(CACHE),
     "CUDA_VISIBLE_DEVICES": "",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "LC_ALL": "C.UTF-8",
+    "no_proxy": "127.0.0.1",
     "OMP_NUM_THREADS": "1",  # threads that compete for a core take up to 13 times as long
     "PYTHONPATH": str(ROOT),
 }

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -15,10 +16,12 @@ import time
 import types
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import prepare
 from benchmarks import overhead
 from tests.common import ROOT, make_corpus, make_texts, write_parquet
+from tools import experiment
 
 import numpy as np
 import pyarrow as pa
@@ -190,6 +193,11 @@ def test_a_cache_is_made_anew_only_for_another_recipe(own_cache, fresh_run, monk
     assert "run `AUTORESEARCH_PROFILE=small uv run prepare.py`" in sentence
     run_prepare()
     assert prepare.load_manifest()["recipe"] == prepare.RECIPE
+
+
+def test_a_recipe_is_the_file_and_the_packages_that_make_tokens():
+    versions = [importlib.metadata.version(name) for name in ("rustbpe", "tiktoken")]
+    assert [prepare.file_hash(ROOT / "prepare.py"), *versions] == prepare.RECIPE
 
 
 def test_the_corpus_chosen_last_stays(own_cache, other, tmp_path, monkeypatch, capsys):
@@ -391,6 +399,14 @@ def test_a_second_preparation_waits_for_the_first(own_cache, monkeypatch, capsys
     assert [line.split()[0] for line in said] == ["waiting", "profile:", "warning:", "ready:"]
 
 
+@pytest.mark.parametrize("locked", [prepare.lock, experiment.lock])
+def test_a_file_system_without_locks_refuses_nobody(tmp_path, monkeypatch, locked):
+    place = tmp_path if locked is prepare.lock else os.open(tmp_path, os.O_RDONLY)
+    for error, answer in ((OSError(errno.ENOLCK, "no locks"), True), (BlockingIOError(), False)):
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
+        assert locked(place) is answer
+
+
 # ---- The embedded corpus ----
 def made_up_sources():
     """Returns {text: name}: 60 files whose lines begin with the file's number, and long.py."""
@@ -413,11 +429,33 @@ def test_the_embedded_corpus_is_split_by_file_and_nothing_is_lost(monkeypatch):
     assert val and not train & val and len(train | val) == 61
 
 
-def test_the_sources_are_those_of_the_library_and_of_packages(monkeypatch):
-    monkeypatch.setattr(prepare, "PACKAGES", ["tqdm"])
+def test_the_sources_are_those_of_the_library_and_of_packages(tmp_path, monkeypatch):
+    """Each text counts once, and only if it is UTF-8."""
+    kept = {"a.py": b"a = 1\n", "b/c.py": "c = 'é'\n".encode()}
+    left_out = ["test/t.py", "b/tests/t.py", "site-packages/s.py", "dist-packages/d.py", "n.txt"]
+    texts = kept | {name: name.encode() for name in left_out}
+    for name, text in (texts | {"z.py": kept["a.py"], "latin.py": b"\xe9"}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+    monkeypatch.setattr(prepare.os, "__file__", str(tmp_path / "os.py"))
+    monkeypatch.setattr(prepare, "PACKAGES", ["tqdm", "not-installed"])
+    files = importlib.metadata.files
+    monkeypatch.setattr(
+        importlib.metadata, "files", lambda package: files(package) if package == "tqdm" else None
+    )
     names = [*prepare.python_sources().values()]
-    assert "argparse.py" in names and "tqdm/std.py" in names and len(names) > 500
-    assert not any("/tests/" in name or "site-packages" in name for name in names)
+    assert names[:2] == ["a.py", "b/c.py"] and "tqdm/std.py" in names
+    assert all(name.startswith("tqdm/") and name.endswith(".py") for name in names[2:])
+
+
+@pytest.mark.parametrize(("profile", "usual"), [("full", 20), ("medium", 20), ("small", "python")])
+def test_without_options_each_profile_has_its_text(tmp_path, monkeypatch, profile, usual):
+    monkeypatch.setattr(prepare, "PROFILE", profile)
+    monkeypatch.setattr(prepare, "PREPARED", tmp_path / "nothing")
+    assert prepare.usual_corpus() == usual
+    monkeypatch.setattr(prepare, "climbmix", lambda count: f"{count} of ClimbMix")
+    monkeypatch.setattr(prepare, "python_corpus", lambda: "sources")
+    assert prepare.find_shards(usual) == ("sources" if usual == "python" else "20 of ClimbMix")
 
 
 # ---- Bad input: one sentence, exit code 2, nothing lost ----
@@ -494,4 +532,4 @@ def test_the_first_batch_starts_the_clock_and_everything_after_counts(
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     time.sleep(0.05)
     next(prepare.make_dataloader(None, 1, 64))  # a second loader does not start it again
-    assert begun < 0.05 <= prepare.elapsed() and fresh_run.served == 128
+    assert begun + 0.05 <= prepare.elapsed() and fresh_run.served == 128

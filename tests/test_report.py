@@ -120,15 +120,19 @@ def test_a_cpu_is_named_by_its_model(monkeypatch, lines, name):
     assert name == found(monkeypatch, None).DEVICE_NAME
 
 
+LINUX, WSL = prepare.DRIVER_FILES
+
+
 @pytest.mark.parametrize(
     ("card", "driver", "visible", "usable"),
     [
-        (None, True, None, False),
-        (None, True, "GPU-4f0c7f1a", False),
-        (None, False, "0", True),
-        (None, True, "-1", True),
-        (None, True, "NoDevFiles", True),  # Slurm's, for a job without a GPU
-        ("V100", True, "0", False),
+        (None, LINUX, None, False),
+        (None, LINUX, "GPU-4f0c7f1a", False),
+        (None, WSL, "0", False),
+        (None, None, "0", True),
+        (None, LINUX, "-1", True),
+        (None, LINUX, "NoDevFiles", True),  # Slurm's, for a job without a GPU
+        ("V100", LINUX, "0", False),
     ],
 )
 def test_a_gpu_may_be_hidden_but_not_unusable(monkeypatch, capsys, card, driver, visible, usable):
@@ -138,7 +142,9 @@ def test_a_gpu_may_be_hidden_but_not_unusable(monkeypatch, capsys, card, driver,
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     exists = os.path.exists
     monkeypatch.setattr(
-        os.path, "exists", lambda path: driver if "nvidia" in str(path) else exists(path)
+        os.path,
+        "exists",
+        lambda path: path == driver if path in prepare.DRIVER_FILES else exists(path),
     )
     if usable:
         assert found(monkeypatch, card).PROFILE == "small"
@@ -311,6 +317,15 @@ def test_work_put_off_until_model_eval_is_training(cache, clock, whole, runs):
     assert record["integrity"] == "overtime: 312.0 s, over 304"
 
 
+def test_what_a_gpu_has_still_to_do_is_training(cache, clock, whole, runs, monkeypatch):
+    monkeypatch.setattr(prepare, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: setattr(clock, "now", 112.0))
+    monkeypatch.setattr(prepare, "score", lambda *arguments: (0.9, {}))
+    monkeypatch.setattr(prepare, "peak_memory", lambda: 0)
+    prepare.evaluate_bpb(whole, None, 32)
+    assert read_records(runs)[0]["training_seconds"] == pytest.approx(12)
+
+
 def test_what_cannot_be_trusted_gets_no_score(cache, fresh_run, whole, runs, capsys, monkeypatch):
     prepare.start()
     prepare.log_step(1, 4.0)  # does not crash before a batch
@@ -368,7 +383,7 @@ KEYS = """
 """.split()
 
 
-def test_the_block_says_what_the_record_says(clock, fresh_run, runs, capsys):
+def test_the_block_says_what_the_record_says(clock, fresh_run, runs, capsys, monkeypatch):
     """Stats cannot override what prepare.py knows."""
     fresh_run.ended = 150.0
     fresh_run.scored = 155.0
@@ -377,11 +392,13 @@ def test_the_block_says_what_the_record_says(clock, fresh_run, runs, capsys):
     fresh_run.losses[3] = [3.0, 4.0]  # the others are interpolated
     stats = {"depth": 2, "mine": 'two: words, "quoted" #1', "rate": 0.0003, "betas": [0.8, "x"]}
     lies = dict.fromkeys(("val_bpb", "training_seconds", "seed", "total_tokens_M"), 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     told = prepare.report(1.2345678, stats | lies)
     prepare.print_block(told)
     prepare.write_record(told)
     [path] = runs.iterdir()
     record = json.loads(path.read_text())
+    assert record["threads"] == 7
     block = parse_block(capsys.readouterr().out)
     assert list(block) == [*KEYS, *stats, "integrity"] == list(record)
     assert block["val_bpb"] == "1.234568" and block["rate"] == "0.0003"
