@@ -16,14 +16,17 @@ from tools import experiment
 
 import pytest
 
-# Takes SLEEP seconds, or as long as the file HOLD is there, and has the score of the idea.
+# Takes SLEEP seconds, or as long as the file HOLD is there, and has the score of the idea. In a
+# run that is not set up it ends with EXIT.
 TRAIN = """
 import os, sys, time
 # ---- Knobs: a number ----
 KNOB = 1
 # ---- The rest ----
 IDEA, SCORE = "baseline", 0.9
-print("run: small profile", flush=True)
+print("run: small profile", os.environ.get("NOTICE", ""), sep="\\n", flush=True)
+if "EXIT" in os.environ:
+    sys.exit(int(os.environ["EXIT"]))
 time.sleep(float(os.environ.get("SLEEP", 0)))
 end = time.monotonic() + 60
 while os.path.exists(os.environ.get("HOLD", "")) and time.monotonic() < end:
@@ -149,7 +152,7 @@ def try_idea(night, idea, score, verdict):
 
 # ---- A night ----
 def test_the_block_of_a_run_is_that_of_prepare(tmp_path):
-    lines = ["commit abc1234, after 1 rows", "---", "val_bpb: 0.1", "evaluating on 512 rows"]
+    lines = ["commit abc1234, after 1 rows, at 7", "---", "val_bpb: 0.1", "evaluating on 512 rows"]
     lines += ["---", "val_bpb: 0.9", "integrity: ok", "val_bpb: 0.2", "", "exit 0", ""]
     (tmp_path / "run.log").write_text("\n".join(lines))
     log = experiment.Log(tmp_path / "run.log")
@@ -185,6 +188,17 @@ def test_a_night_of_three_ideas(clone):
     assert rows[3][1:] == ["", "0", "crash", "bug: a typo (exit 5)"]
     assert clone.is_at("best") and clone.git("log", "--format=%s", "start..") == "lower"
     assert clone.git("branch", "--show-current") == "autoresearch/nov27"
+
+
+def test_a_run_that_hangs_is_ended_and_one_that_was_not_set_up_is_repeated(night):
+    """The limit is 900 seconds beyond the budget. What train.py warns of is shown."""
+    out = run_idea(night, "hangs", 0.8, SLEEP=60, AUTORESEARCH_TIME_BUDGET=-899.5)
+    assert "no valid score: exit 124\n" in out
+    night.call("crash", "it hangs")
+    out = run_idea(night, "idea", 0.8, EXIT=2)
+    assert "no valid score: exit 2\nnext: do what the error says, then run\n" in out
+    out = night.call("run", NOTICE="continuing without compilation")
+    assert "\ncontinuing without compilation\nval_bpb: 0.800000" in out
 
 
 @pytest.mark.parametrize(
@@ -342,7 +356,8 @@ def test_what_has_no_run_or_a_row_is_not_judged(night):
     assert "say in a few words" in night.call("run", code=2)
     night.git("commit", "-qam", "idea")
     for verdict in ("keep", "discard", "crash"):
-        assert "has not been trained" in night.call(verdict, "idea", code=2)
+        out = night.call(verdict, "idea", code=2)
+        assert "which has not been trained; next: run, which trains " in out
     night.call("run")
     night.edit("next idea", 0.7)
     assert "has changed since this run" in night.call("keep", "idea", code=2)
@@ -387,7 +402,7 @@ def test_what_has_no_score_is_trained_again_or_crashes(night, tmp_path):
 def test_an_old_commit_and_another_branch(night):
     try_idea(night, "kept", 0.8, "keep")
     night.git("reset", "-q", "--hard", "start")
-    assert "an old commit; git reset --keep best" in night.call()
+    assert "next: git reset --soft best, since HEAD, " in night.call()
     night.edit("idea", 0.7)
     assert "does not follow best; `git reset --soft best`" in night.call("run", "idea", code=2)
     night.git("reset", "-q", "--hard", "best")
@@ -630,11 +645,11 @@ def limited(size):
 def test_a_full_disk_ends_a_run_and_loses_no_score(night):
     night.edit("idea", 0.8)
     night.git("commit", "-qam", "idea")
-    assert "Free space" in night.call("run", code=2, prefix=limited(10))
+    assert "File too large" in night.call("run", code=2, prefix=limited(10))
     out = night.call("run", prefix=limited(200))
     assert "no valid score: cut off: it was killed, or the disk was full\n" in out
     assert "val_bpb: 0.800000" in night.call("run", DATA="cc")
-    assert "Free space" in night.call("run", "--repeat", code=2, prefix=limited(10))
+    assert "File too large" in night.call("run", "--repeat", code=2, prefix=limited(10))
     assert experiment.Log(night.folder / "run.log").score == 0.8
 
 
@@ -645,7 +660,7 @@ def test_a_torn_row_is_told_and_a_full_disk_tears_none(night):
     before = night.results.read_bytes()
     out = night.call("discard", "idea", code=2, prefix=limited(len(before) + 10))
     assert "left out of results.tsv, not 5 columns: 'abc1234\\t0.9'" in out
-    assert "Free space, then repeat this." in out
+    assert "nothing was lost. Mend that, then repeat this." in out
     assert night.results.read_bytes() == before
     night.call("keep", "idea")
     assert night.is_at("best") and [len(row) for row in night.rows()] == [5, 2, 5]
@@ -667,10 +682,7 @@ def test_what_people_write_into_results(night):
 
 
 # ---- Older nights, and other people's shells ----
-NIGHTS = "2026-11-22 2026-11-25 2026-11-26 2026-11-27 2026-11-29"
-
-
-@pytest.mark.parametrize("name", NIGHTS.split())
+@pytest.mark.parametrize("name", ["2026-11-25", "2026-11-29"])
 def test_an_older_night_goes_on(night, name):
     """Its log may have rows of `again`; its commits are not in the clone."""
     old = (ROOT / "nights" / name / "results.tsv").read_text().rstrip("\n").split("\n")
@@ -745,7 +757,7 @@ def play(night, ideas, kills, seed):
             if kills % 3 == 0:
                 night.kill_run()
             for lock in night.folder.glob(".git/**/*.lock"):
-                lock.unlink()  # as the tool's sentence asks for
+                lock.unlink(missing_ok=True)  # as the tool's sentence asks for
         process.wait()
 
 

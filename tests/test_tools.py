@@ -300,8 +300,9 @@ import json, os
 from pathlib import Path
 cache = Path(os.environ["AUTORESEARCH_CACHE"])
 places = [Path(), cache, cache / "small", Path.home(), Path(os.environ["TMPDIR"])]
-names = ("SEED", "AUTORESEARCH_COMMIT", "AUTORESEARCH_RUNS", "PYTHONPATH")
+names = "SEED AUTORESEARCH_COMMIT AUTORESEARCH_RUNS PYTHONPATH TORCHINDUCTOR_CACHE_DIR".split()
 seen = {name: os.environ.get(name) for name in names}
+seen["kernel"] = (cache / "flash-attn3-v1-2.15").read_text(), os.environ["HF_HOME"]
 seen["found"] = [str(place) for place in places if (place / "kept").exists()]
 for place in places:
     (place / "kept").touch()
@@ -328,8 +329,10 @@ def night(own_cache, tmp_path, monkeypatch):
     home.mkdir()
     for place in (own_cache, own_cache / "small", home, tmp_path):
         (place / "kept").touch()
+    (own_cache / "flash-attn3-v1-2.15").write_text("a kernel")
     monkeypatch.setattr(prepare, "__file__", str(folder / "prepare.py"))
     own = {"AUTORESEARCH_RUNS": tmp_path / "runs", "TMPDIR": tmp_path, "HOME": home, "SEED": 100}
+    own["TORCHINDUCTOR_CACHE_DIR"] = tmp_path / "compiled"
     for name, value in own.items():
         monkeypatch.setenv(name, str(value))
     return folder
@@ -374,6 +377,8 @@ def test_a_rerun_gets_a_score_of_the_commit(night, tmp_path, monkeypatch, capsys
     assert seen["found"] == []
     assert seen["SEED"] == "100" and seen["AUTORESEARCH_COMMIT"] == name
     assert seen["AUTORESEARCH_RUNS"] is None and seen["PYTHONPATH"] is None
+    assert seen["TORCHINDUCTOR_CACHE_DIR"] is None
+    assert seen["kernel"] == ["a kernel", f"{tmp_path}/home/.cache/huggingface"]
 
 
 def test_a_rerun_takes_its_run_along(night, tmp_path, capfd):
@@ -470,7 +475,7 @@ def test_each_keep_has_a_gain(call, log):
 def test_a_run_without_a_score_is_named_and_tried_again(call, log):
     log.write_text(LOG.replace("best", "broken"))
     for runs in (2, 3):
-        lost = "^error: 1 of 2 runs have no score; run this again.$"
+        lost = "^error: 1 of 2 runs have no score that counts; run this again.$"
         out = call("--seeds", 200, fails=lost).out
         assert "| 200 | broken | nan | 0 | exit 1: error: it cannot be trained |" in out
         assert len((log.parent / "calls").read_text().splitlines()) == runs

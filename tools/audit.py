@@ -60,13 +60,13 @@ def rerun(folder, commit, seed):
 
 
 def load(path):
-    """Returns {(commit, seed): line} of the runs in audit.jsonl with this budget and a score.
+    """Returns {(commit, seed): line} of the runs in audit.jsonl with this budget that are `ok`.
     Prints the lines that are left out."""
     runs = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             run = json.loads(line)
-            if run["seconds"] == SECONDS and not math.isnan(run["val_bpb"]):
+            if run["seconds"] == SECONDS and run["integrity"] == "ok":
                 runs[run["commit"], run["seed"]] = run
         except (ValueError, TypeError, KeyError):  # half a line, or not a run
             print(f"left out of {path.name}: {line[:80]!a}")
@@ -81,7 +81,7 @@ def train_in_turn(folder, commits, seeds):
     if done:
         print(f"{len(done)} runs are from an earlier audit. If the machine may have changed since,")
         print(f"move {path.name} away, and all are made anew, in turn.\n")
-    scores = np.empty((len(seeds), len(commits)))
+    scores = np.full((len(seeds), len(commits)), math.nan)
     print("| seed | commit | val_bpb | steps | integrity | ended |\n|---|---|---|---|---|---|")
     for i, seed in enumerate(seeds):
         turn = list(enumerate(commits))
@@ -97,7 +97,8 @@ def train_in_turn(folder, commits, seeds):
                     )
                 texts |= {run["data"]} - {None}
                 append_line(path, json.dumps(run))
-            scores[i, j] = run["val_bpb"]
+            if run["integrity"] == "ok":
+                scores[i, j] = run["val_bpb"]
             columns = [seed, commit, f"{run['val_bpb']:.6f}", run["num_steps"], run["integrity"]]
             columns.append(run.get("ended", "earlier"))
             print("|", " | ".join(str(column) for column in columns), "|", flush=True)
@@ -137,7 +138,9 @@ def main():
         print(f"gain of {commit} over {before}: {mean_gain(own)}")
     lost = np.count_nonzero(np.isnan(scores))
     if lost:
-        raise SystemExit(f"error: {lost} of {scores.size} runs have no score; run this again.")
+        raise SystemExit(
+            f"error: {lost} of {scores.size} runs have no score that counts; run this again."
+        )
     if args.keeps:
         better = np.count_nonzero(gains.mean(axis=0) > 0)
         print(f"{better} of {len(commits) - 1} are better than the one before")

@@ -39,13 +39,13 @@ COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
 SHOWN = """
     val_bpb tokens_per_second num_steps startup_seconds eval_seconds peak_vram_mb attention curve
 """.split()
-NOTICES = re.compile("width:|rows at a time:|out of memory:|continuing|warning:")
+NOTICES = re.compile("width:|out of memory:|continuing|warning:")
 EXIT = re.compile(r"^exit (\d+)\n\Z", re.M)  # the last line of a run that has ended
 MUST_AGREE = ("profile", "time_budget", "seed", "data", "prepare", "device", "threads", "torch")
 TIME_LIMIT = float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300) + 900  # seconds
 SAVE = (
-    "save your edit: git diff HEAD train.py > edit.log; git checkout HEAD train.py. Then judge the "
-    "run, and put the edit back: git apply -3 edit.log"
+    "save your edit: git diff HEAD train.py > edit.log; git checkout HEAD train.py. Then `run`, or "
+    "judge the run, and put the edit back: git apply -3 edit.log"
 )
 MOVE = "restore that and `run --repeat`; if you cannot, crash it, `run --repeat` best and keep that"
 # Bits per byte per factor e of tokens. On two cores 0.145 were measured on English and 0.05 to 0.10
@@ -80,7 +80,7 @@ def git(*args, missing=None):
 
 
 def commit_of(name, missing=None):
-    return git("rev-parse", "--short=7", "--verify", f"{name}^{{commit}}", missing=missing)
+    return git("rev-parse", "--verify", f"{name}^{{commit}}", missing=missing)[:7]
 
 
 def best_commit():
@@ -127,12 +127,9 @@ def append_line(path, line):
         file.seek(max(size - 1, 0))
         torn = file.read() not in (b"", b"\n")  # the line before was cut off
         content = ("\n" * torn + line + "\n").encode()
-        try:
-            if file.write(content) < len(content):
-                raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        except OSError:
+        if file.write(content) < len(content):
             file.truncate(size)
-            raise
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 def add_row(*fields):
@@ -176,10 +173,10 @@ class Log:
     def __init__(self, path):
         text = path.read_text(errors="replace") if path.exists() else ""
         self.text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # without colours
-        header = re.match(r"commit (\w+),.* after (\d+) rows(?:, at (\d+))?\n", self.text)
+        header = re.match(r"commit (\w+), after (\d+) rows, at (\d+)\n", self.text)
         self.commit = header[1] if header else ""
-        self.rows = int(header[2]) if header else 0  # of results.tsv when it began
-        self.began = int(header[3] or 0) if header else 0
+        self.rows_before = int(header[2]) if header else 0  # of results.tsv
+        self.began = int(header[3]) if header else 0
         last = EXIT.search(self.text)
         self.code = int(last[1]) if last else None
         block = self.text.rpartition("\nevaluating on ")[2].partition("\n---\n")[2]
@@ -201,7 +198,7 @@ class Log:
 
     def is_of(self, commit, rows):
         """Whether it is the run of a commit and has no verdict yet."""
-        return self.commit == commit and not find_row(rows[self.rows :], commit)
+        return self.commit == commit and not find_row(rows[self.rows_before :], commit)
 
     def number(self, key):
         return score_of(self.block.get(key))
@@ -224,7 +221,7 @@ def lock(handle, kind=fcntl.LOCK_EX):
 
 
 def is_running():
-    """The log of a run is locked until its last line, `exit CODE`."""
+    """Whether the log is locked and lacks its last line; a child of the run may keep the lock."""
     if not RUN.exists():
         return False
     with open(RUN, errors="replace") as file:  # not parsed whole, five times per second
@@ -235,12 +232,9 @@ def start(commit, rows):
     """Trains train.py. Its output, and last the line `exit CODE`, goes to RUN. The run survives
     this process. The lock belongs to the open file, which the run has as its standard output."""
     new = RUN.with_suffix(".new.log")  # the old one stays until this one is sure
-    new.unlink(missing_ok=True)
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    new.write_text(f"commit {commit}, after {len(rows)} rows, at {time.time():.0f}\n")
+    handle = os.open(new, os.O_WRONLY | os.O_APPEND)
     lock(handle)
-    header = f"commit {commit}, after {len(rows)} rows, at {time.time():.0f}\n".encode()
-    if os.write(handle, header) < len(header):
-        raise OSError(errno.ENOSPC, "No space left on device", str(new))
     new.replace(RUN)
     # The first shell ends at once: an agent's client may end all that descends from its command.
     shell = ["sh", "-c", '("$@"; printf "\\nexit %s\\n" $?) &', "sh"]
@@ -348,9 +342,6 @@ def changing():
     if not lock(handle):
         fail("another command is changing this night at this moment; repeat this.")
     try:
-        branch = git("branch", "--show-current")
-        if not branch.startswith("autoresearch/"):
-            fail(f"this is branch {branch or 'of no name'}, not the night's; git switch to it.")
         rows = read_results()
         complete(rows)
         yield rows
@@ -367,7 +358,7 @@ def complete(rows):
         else:
             go_back(head)
     log = Log(RUN)
-    row = find_row(rows[log.rows :], log.commit)
+    row = find_row(rows[log.rows_before :], log.commit)
     if row and row["status"] == "keep":
         RUN.replace(BEST)
 
@@ -375,7 +366,7 @@ def complete(rows):
 def go_back(head):
     if train_differs("HEAD") and train_differs("refs/tags/best"):
         fail(f"{head} has a verdict, and train.py has changed since; {SAVE}")
-    git("checkout", "-q", "refs/tags/best", "--", "train.py")  # first, since HEAD tells what to do
+    git("checkout", "-q", "refs/tags/best", "--", "train.py")  # first: by HEAD a kill is noticed
     git("reset", "-q", "refs/tags/best")
 
 
@@ -407,7 +398,7 @@ def commit_idea(message, rows):
     log = Log(RUN)
     if log.is_of(head, rows) and not log.problem:
         fail(f"{head} has a score and no verdict; {SAVE}")
-    if not rows and not (log.commit == head and log.problem):
+    if not rows and (log.commit != head or not log.problem):
         fail("train.py must first be trained as it is; undo your change, then run.")
     args = ["-m", message] if message else ["--no-edit"]
     if head != best_commit():
@@ -417,19 +408,24 @@ def commit_idea(message, rows):
     git("commit", "-q", *args, "--", "train.py")
 
 
+def is_astray(head, rows):
+    """Whether HEAD is neither best nor a new commit after it."""
+    follows = commit_of("HEAD^", missing="") == best_commit()
+    return head != best_commit() and (not follows or bool(find_row(rows, head)))
+
+
 def prepare_run(message, rows, repeat):
     """Commits train.py and starts its run, unless that is under way or has ended."""
     head = commit_of("HEAD")
-    log = Log(RUN)
-    if is_running():
+    running = is_running()
+    log = Log(RUN)  # after that, since a run may end at this moment
+    if running:
         if log.commit != head:
             fail(f"{log.commit} is being trained, but HEAD is {head}: does another agent work?")
         if message and train_differs("HEAD"):
             fail(f"{head} is still being trained; {SAVE}")
         return
-    if head != best_commit() and (
-        find_row(rows, head) or commit_of("HEAD^", missing="") != best_commit()
-    ):
+    if is_astray(head, rows):
         fail(f"HEAD is {head}, which does not follow best; `git reset --soft best`, then run.")
     if train_differs("HEAD"):
         commit_idea(message, rows)
@@ -438,13 +434,8 @@ def prepare_run(message, rows, repeat):
         if find_row(rows, head) and not repeat:
             fail(f"HEAD is {head}, which has a row; change train.py first, or `run --repeat` best.")
         start(head, rows)
-    elif log.code in (None, 2) or repeat and (log.problem or is_elsewhere(log)):
-        start(head, rows)
-    elif repeat:
-        print(
-            f"{head} has a score, which a second run would only draw anew; judge it. After `crash`"
-        )
-        print("`run --repeat` trains best anew, on a machine that has changed.")
+    elif log.problem and (repeat or log.code in (None, 2)) or repeat and is_elsewhere(log):
+        start(head, rows)  # with code 2 it was not set up
 
 
 def run(message, seconds, repeat):
@@ -456,23 +447,20 @@ def run(message, seconds, repeat):
 def judge(status, text):
     with changing() as rows:
         head = commit_of("HEAD")
-        log = Log(RUN)
         if is_running():
             fail("a run is under way; wait for it with `run`.")
+        log = Log(RUN)
         if not log.is_of(head, rows):
             state = "has a row already" if find_row(rows, head) else "has not been trained"
-            fail(f"HEAD is {head}, which {state}; change train.py and `run` it.")
+            fail(f"HEAD is {head}, which {state}; next: {next_step(rows)}.")
         if train_differs("HEAD"):
             fail(f"train.py has changed since this run; {SAVE}")
         if status == "discard" and score_to_beat(rows) is None:
-            fail(
-                "nothing is there to go back to: keep this run, whose score is then the one to beat."
-            )
+            fail("nothing is there to go back to; keep this run, whose score is then to be beaten.")
         subject = git("log", "-1", "--format=%s")
         if head != best_commit() and not text.startswith(subject):
             text = f"{subject}: {text}"
-        score = ""
-        memory = "0"
+        score, memory = "", "0"
         if status == "crash":
             text += f" ({log.problem})" if log.problem else ""
         elif log.problem:
@@ -532,8 +520,8 @@ def next_step(rows):
     if head != best_commit():
         if rows and rows[-1]["commit"] == head:
             return f"run, which completes the {rows[-1]['status']} of {head}"
-        if find_row(rows, head):
-            return f"HEAD is {head}, an old commit; git reset --keep best"
+        if is_astray(head, rows):
+            return f"git reset --soft best, since HEAD, {head}, does not follow it"
         return f"run, which trains {head}"
     if not rows:
         return f"run, which trains {head} as it is"
@@ -592,6 +580,9 @@ def main():
             return
         if not RESULTS.exists():
             fail("there is no night here; uv run tools/experiment.py begin NAME begins one.")
+        branch = git("branch", "--show-current")
+        if not branch.startswith("autoresearch/"):
+            fail(f"this is branch {branch or 'of no name'}, not the night's; git switch to it.")
         if args.command == "run":
             run(args.text, args.wait, args.repeat)
         elif args.command:
@@ -604,7 +595,7 @@ def main():
         if len(closest) > 1:
             print(f'due: apply {" ".join(closest)} to best, then run "combination of ..."')
     except OSError as error:
-        fail(f"{error}; nothing was lost. Free space, then repeat this.")
+        fail(f"{error}; nothing was lost. Mend that, then repeat this.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts an agent again and again, so that it works all night:
 #
-#     tools/night.sh claude            or: codex
+#     tools/night.sh claude            or: codex; options of yours may follow, such as --model NAME
 #     tools/night.sh COMMAND ...       any other agent; its last argument will be the request
 #     tools/night.sh -- COMMAND ...    runs any command in the same sandbox, once
 #
@@ -26,7 +26,6 @@ fi
 export HOME=${HOME:-~} # not every service sets it
 name=${1##*/}
 check=("$1" --version)
-options=()
 case $name in
   claude)
     # Claude Code replaces its settings by a rename, which needs a folder that may be written. It
@@ -39,29 +38,29 @@ case $name in
     export BASH_DEFAULT_TIMEOUT_MS=600000 BASH_MAX_TIMEOUT_MS=600000
     export CLAUDE_CODE_DISABLE_BACKGROUND_TASKS=1 ENABLE_PROMPT_CACHING_1H=1
     export CLAUDE_CODE_RETRY_WATCHDOG=1 # waits while the service is overloaded
-    options=(--print --permission-mode acceptEdits --tools Bash,Edit,Write,Read
+    options=("${@:2}" --print --permission-mode acceptEdits --tools Bash,Edit,Write,Read
       --allowedTools Bash Edit Write Read --)
     ;;
   codex)
     own=("${CODEX_HOME:-$HOME/.codex}")
     # Its own sandbox would make .git read-only and hide GPUs; a login shell may not find uv.
-    options=(exec --dangerously-bypass-approvals-and-sandbox -c allow_login_shell=false)
+    options=(exec "${@:2}" --dangerously-bypass-approvals-and-sandbox -c allow_login_shell=false)
     ;;
   *)
     own=()
+    options=("${@:2}")
     check=(bash -c 'type "$0"' "$1")
     for place in ~/{.,.config/,.cache/,.local/share/,.local/state/}"$name"; do
       if [ -d "$place" ]; then own+=("$place"); fi
     done
     ;;
 esac
-if [ $# -gt 1 ]; then options=("${@:2}"); fi
 
 git=$(realpath "$(git rev-parse --git-common-dir)")
 tmp=$git/tmp # not in memory, which the runs need
 cache=${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}
 export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton # outlive a night
-may_write=("$here" "$git" "$cache" "${AUTORESEARCH_RUNS:-$here}"
+may_write=("$here" "$git" "$cache" "${AUTORESEARCH_RUNS:-$here}" "${XDG_CACHE_HOME:-$cache}"
   "${HF_HOME:-$HOME/.cache/huggingface}" "${UV_CACHE_DIR:-$HOME/.cache/uv}"
   "${UV_PROJECT_ENVIRONMENT:-$here}" "${own[@]}")
 mkdir -p "$tmp" "${may_write[@]}"
