@@ -7,7 +7,8 @@ Measures what a change is worth, by running versions in turn.
 
 An argument is a folder with a prepare.py and a train.py. Before whole runs, each side prepares its
 cache and compiles in a short run that is not counted. Both runs of a pair have the same seed, the
-next pair the next seed, and if a run fails, its pair is left out. Ctrl-C prints the table so far.
+next pair the next seed and the other order. A pair is left out if a run fails or is not `integrity:
+ok`. Ctrl-C prints the table so far.
 With --steps an argument may also set knobs, and all arguments take steps on random tokens in turn
 in one process, since the machine's speed may drift by more than a change is worth. Their ratio is
 the speed relative to the first argument, the median over the turns.
@@ -60,18 +61,20 @@ def get_ready(folder, cache, seconds):
 
 
 def run_pairs(folders, caches, seconds, pairs):
-    """Prints a row per run. Yields {side: record} of each pair whose runs both succeeded."""
+    """Prints a row per run. Yields {side: record} of each pair whose runs are both `ok`."""
     print_header("pair", "side", *MEASURES, "integrity")
     for pair in range(pairs):
         records = {}
-        for side, folder, cache in zip(SIDES, folders, caches, strict=True):
+        turn = [*zip(SIDES, folders, caches, strict=True)]
+        for side, folder, cache in turn[:: 1 - 2 * (pair % 2)]:
             try:
                 own = {"SEED": FIRST_SEED + pair} | cache_of(cache)
                 record = run_training(folder, seconds, own)
             except RunError as failure:
                 print_row(pair + 1, side, failure, *[""] * len(MEASURES))
                 continue
-            records[side] = record
+            if record["integrity"] == "ok":
+                records[side] = record
             shown = [f"{record[key]:{form}}" for key, form in MEASURES.items()]
             print_row(pair + 1, side, *shown, record["integrity"])
         if len(records) == len(SIDES):

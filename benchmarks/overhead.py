@@ -160,7 +160,7 @@ def main():
             print_runs(args.runs)
         except RunError as failure:
             raise SystemExit(f"error: {failure}") from None
-    print_parts(rows=512, rounds=3)
+    print_parts(prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN, rounds=3)
 
 
 if __name__ == "__main__":
