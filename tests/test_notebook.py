@@ -1,7 +1,6 @@
 """Runs analysis.ipynb's cells unchanged on many logs: checks counts, ranks and pictures."""
 
 import json
-import math
 import shutil
 import sys
 
@@ -135,8 +134,8 @@ def executed(tmp_path_factory):
     for name, (log, _) in LOGS.items():
         (folders[name] / "results.tsv").write_text(log, encoding="utf-8")
     write_night(folders["night"])
-    for name in ("results.tsv", "audit.jsonl"):
-        shutil.copy(ROOT / "nights/2026-11-27" / name, folders["recorded"])
+    for name in ("results.tsv", "audit.jsonl", "records.jsonl"):
+        shutil.copy(ROOT / "nights/2026-11-29" / name, folders["recorded"])
     notebook = nbformat.v4.new_notebook()
     for folder in folders.values():
         begin = f"%reset -f\nimport os\nos.chdir({str(folder)!r})"
@@ -195,10 +194,11 @@ def test_a_description_is_text(executed):
 
 
 def test_the_recorded_night(executed):
-    """The gain and the counts are those of the night's page, which has no records."""
+    """The gain and the counts are those of the night's page. The pace leaves out what came before
+    the first run and after the last."""
     outputs = executed["recorded"][1]
     shown = read(outputs)
-    assert shown["title"].startswith("42 experiments, 9 kept, a gain of 0.0195 ± 0.0068 at")
+    assert shown["title"].startswith("44 experiments, 18 kept, a gain of 0.1428 ± 0.0049 at")
     assert len(shown["lost"]) == 4
-    assert math.isnan(shown["pace"]) and not shown["curves"]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    assert shown["pace"] == pytest.approx(7.05, abs=0.01) and shown["curves"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2  # and the curves
