@@ -65,8 +65,8 @@ def run_pairs(folders, caches, seconds, pairs):
     print_header("pair", "side", *MEASURES, "integrity")
     for pair in range(pairs):
         records = {}
-        turn = [*zip(SIDES, folders, caches, strict=True)]
-        for side, folder, cache in turn[:: 1 - 2 * (pair % 2)]:
+        turn = list(zip(SIDES, folders, caches, strict=True))
+        for side, folder, cache in turn if pair % 2 == 0 else turn[::-1]:
             try:
                 own = {"SEED": FIRST_SEED + pair} | cache_of(cache)
                 record = run_training(folder, seconds, own)

@@ -228,9 +228,10 @@ def run_idea(setting, seconds):
 
 
 def search(log, ideas, seconds):
+    import prepare
     import train
 
-    if train.by_profile(full=True, medium=True, small=False):
+    if prepare.PROFILE != "small":
         raise SystemExit("error: the ranges are those of `small`; set AUTORESEARCH_PROFILE=small.")
     as_it_is = {knob: getattr(train, knob) for knob in RANGES}
     lines = log.read_text().splitlines() if log.exists() else []

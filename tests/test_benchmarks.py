@@ -192,6 +192,12 @@ def test_a_sweep_edits_a_copy_of_train_py(call, monkeypatch):
 
 
 # ---- TPE ----
+def test_tpe_searches_small_alone(monkeypatch):
+    monkeypatch.setattr(prepare, "PROFILE", "full")
+    with pytest.raises(SystemExit, match="the ranges are those of `small`"):
+        sweep.search(Path("none.jsonl"), 1, 1)
+
+
 def test_tpe_learns_and_goes_on(call, tmp_path, monkeypatch):
     """Needs optuna: `uv run --group tpe pytest -k tpe`, as .ci/run does."""
     pytest.importorskip("optuna")

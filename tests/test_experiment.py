@@ -413,7 +413,7 @@ def test_an_old_commit_and_another_branch(night):
     night.git("reset", "-q", "--soft", "best")
     assert "val_bpb: 0.700000" in night.call("run", "both")
     night.git("switch", "-q", "main")
-    for command in (["run"], ["keep", "both"]):
+    for command in ([], ["run"], ["keep", "both"]):
         assert "this is branch main, not the night's" in night.call(*command, code=2)
     night.git("switch", "-q", "autoresearch/nov27")
     night.call("keep", "both")

@@ -250,6 +250,22 @@ def test_without_a_home(clone):
     assert finish(night) == (f"{pwd.getpwuid(os.getuid()).pw_dir}\n", "", 0)
 
 
+@pytest.mark.parametrize("agent", ["claude", "codex"])
+def test_options_after_an_agent_s_name_join_its_own(clone, agent):
+    """Caches of other programs lie where XDG_CACHE_HOME says."""
+    home = clone.parent / "home"
+    echo = '#!/bin/sh\n[ "$1" = --version ] || echo "$@"\n'
+    write_program(home / "bin" / agent, echo)
+    places = {"XDG_CACHE_HOME": f"{home}/xdg", "UV_CACHE_DIR": None}
+    night = begin(clone, agent, "--model", "a", SANDBOX="none", **places)
+    said = night.stdout.readline()
+    end(clone, night)
+    assert said.startswith(
+        "exec --model a --dangerously" if agent == "codex" else "--model a --print"
+    )
+    assert (home / "xdg/uv").is_dir() and (home / "xdg/huggingface").is_dir()
+
+
 @pytest.mark.parametrize(("agent", "text"), [("claude", CLAUDE), ("codex", CODEX)])
 def test_a_client_keeps_what_it_runs(clone, agent, text):
     home = clone.parent / "home"
@@ -408,7 +424,7 @@ with open('calls', 'a') as file:
 if commit == 'broken':
     sys.exit('error: it cannot be trained')
 gain = {'base': 0, 'worse': -0.01, 'best': 0.03 + 0.01 * (seed - 200), 'mended': 0.02}[commit]
-record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': 'ok'}
+record = {'val_bpb': 0.9 - gain, 'num_steps': 7, 'integrity': os.environ.get('FLAG', 'ok')}
 record['data'] = os.environ.get('DATA')
 with open(os.environ['AUTORESEARCH_RUNS'] + '/1.json', 'w') as file:
     json.dump(record, file)
@@ -479,6 +495,14 @@ def test_a_run_without_a_score_is_named_and_tried_again(call, log):
         out = call("--seeds", 200, fails=lost).out
         assert "| 200 | broken | nan | 0 | exit 1: error: it cannot be trained |" in out
         assert len((log.parent / "calls").read_text().splitlines()) == runs
+
+
+def test_a_flagged_run_counts_as_none_and_is_tried_again(call, monkeypatch):
+    monkeypatch.setenv("FLAG", "overtime: 9 s")
+    out = call("--seeds", 200, fails="^error: 2 of 2 runs have no score that counts; ").out
+    assert "| 200 | best | 0.870000 | 7 | overtime: 9 s |" in out
+    monkeypatch.delenv("FLAG")
+    assert call("--seeds", 200)[0].endswith("\ngain of best over base: 0.0300\n")
 
 
 def test_a_night_without_a_keep_is_refused(call, log):

@@ -410,8 +410,10 @@ def commit_idea(message, rows):
 
 def is_astray(head, rows):
     """Whether HEAD is neither best nor a new commit after it."""
-    follows = commit_of("HEAD^", missing="") == best_commit()
-    return head != best_commit() and (not follows or bool(find_row(rows, head)))
+    best = best_commit()
+    if head == best:
+        return False
+    return bool(find_row(rows, head)) or commit_of("HEAD^", missing="") != best
 
 
 def prepare_run(message, rows, repeat):
@@ -532,11 +534,11 @@ def next_step(rows):
     return 'change train.py, then run "what you try"'
 
 
-def describe_night(rows):
+def describe_night(branch, rows):
     """Prints where the night stands, with the run that is under way or waits for a verdict."""
     counts = Counter(row["status"] for row in rows)
     counts = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print(f"branch {git('branch', '--show-current')}; rows: {counts or 'none'}")
+    print(f"branch {branch}; rows: {counts or 'none'}")
     print("best:", describe(best_commit()))
     print(f"score to beat: {score_to_beat(rows)}")  # None before the baseline is kept
     for i, row in list(enumerate(rows))[-5:]:
@@ -589,7 +591,7 @@ def main():
             judge(args.command, args.text)
         rows = read_results()
         if not args.command:
-            describe_night(rows)
+            describe_night(branch, rows)
         print(f"next: {next_step(rows)}\n{count_ideas(rows)}")
         closest = due_combination(rows)
         if len(closest) > 1:

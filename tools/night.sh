@@ -60,8 +60,9 @@ git=$(realpath "$(git rev-parse --git-common-dir)")
 tmp=$git/tmp # not in memory, which the runs need
 cache=${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}
 export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton # outlive a night
-may_write=("$here" "$git" "$cache" "${AUTORESEARCH_RUNS:-$here}" "${XDG_CACHE_HOME:-$cache}"
-  "${HF_HOME:-$HOME/.cache/huggingface}" "${UV_CACHE_DIR:-$HOME/.cache/uv}"
+caches=${XDG_CACHE_HOME:-$HOME/.cache} # of others
+may_write=("$here" "$git" "$cache" "${AUTORESEARCH_RUNS:-$here}"
+  "${HF_HOME:-$caches/huggingface}" "${UV_CACHE_DIR:-$caches/uv}"
   "${UV_PROJECT_ENVIRONMENT:-$here}" "${own[@]}")
 mkdir -p "$tmp" "${may_write[@]}"
 sandbox=(bwrap --unshare-pid --die-with-parent --cap-drop ALL --unsetenv TMPDIR
