@@ -118,6 +118,8 @@ def write_night(folder):
     lines[5]["val_bpb"] = float("nan")  # it failed; the next line is its second run
     lines.append(lines[5] | {"val_bpb": 0.97})
     lines.append(lines[5] | {"val_bpb": 2.0, "seconds": 5.0})  # a quick trial
+    lines += [line | {"seed": 203, "integrity": "ok"} for line in lines[:2]]
+    lines[-1]["integrity"] = "overtime: 9 s"  # does not count
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "audit.jsonl").write_text(text + '{"commit": "ba5e0')  # killed while it wrote
 
