@@ -56,7 +56,7 @@ DEPTH             = by_profile(full=8, medium=4, small=3)              # layers
 ASPECT_RATIO      = by_profile(full=64, medium=128, small=64)          # width / DEPTH, at least
 HEAD_DIM          = by_profile(full=128, medium=128, small=64)         # channels per head
 KV_HEADS          = 0             # key/value heads; 0: as many as query heads
-WINDOW_PATTERN    = "SSSL"        # S short, L full; repeated; the last is full
+WINDOW_PATTERN    = by_profile(full="SSSL", medium="SSSL", small="NSSL")  # N: none; the last is L
 SHORT_WINDOW      = by_profile(full=1024, medium=256, small=32)        # tokens that S sees; 0: all
 MLP_RATIO         = by_profile(full=4, medium=4, small=2)              # hidden size of MLP / width
 ROPE_BASE         = 10000         # base of the rotary embedding (theta)
@@ -102,9 +102,9 @@ COMPILE           = True          # False: slower, errors point at their line
 
 # ---- Derived values ----
 def derive_config(vocab_size, dtype):
-    """The sizes of the model that follow from the knobs, and the dtype of its activations."""
-    if not WINDOW_PATTERN or set(WINDOW_PATTERN) - set("SL"):
-        fail(f"WINDOW_PATTERN = {WINDOW_PATTERN!r} must consist of S and L; change it.")
+    """The sizes that follow from the knobs, and the dtype of activations."""
+    if not WINDOW_PATTERN or set(WINDOW_PATTERN) - set("NSL"):
+        fail(f"WINDOW_PATTERN = {WINDOW_PATTERN!r} must consist of N, S and L; change it.")
     n_head = math.ceil(DEPTH * ASPECT_RATIO / HEAD_DIM)
     n_kv_head = KV_HEADS or n_head
     width = n_head * HEAD_DIM
@@ -112,6 +112,9 @@ def derive_config(vocab_size, dtype):
         print(f"width: DEPTH * ASPECT_RATIO = {DEPTH * ASPECT_RATIO} is rounded up to {width}")
     pattern = (WINDOW_PATTERN * DEPTH)[: DEPTH - 1] + "L"
     short = min(SHORT_WINDOW or MAX_SEQ_LEN, MAX_SEQ_LEN)
+    sizes = {"N": 0, "S": short, "L": MAX_SEQ_LEN}
+    windows = [sizes[letter] for letter in pattern]
+    attending = [i for i, window in enumerate(windows) if window]
     return SimpleNamespace(
         dtype=dtype,
         vocab_size=vocab_size,
@@ -121,8 +124,8 @@ def derive_config(vocab_size, dtype):
         n_kv_head=n_kv_head,
         head_dim=HEAD_DIM,
         kv_dim=n_kv_head * HEAD_DIM,
-        windows=[short if letter == "S" else MAX_SEQ_LEN for letter in pattern],  # per layer
-        value_layers=[i for i in range(DEPTH) if VE_EVERY and (DEPTH - 1 - i) % VE_EVERY == 0],
+        windows=windows,  # per layer; 0: no attention
+        value_layers=[i for i in attending if VE_EVERY and (DEPTH - 1 - i) % VE_EVERY == 0],
     )
 
 
@@ -226,11 +229,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer, attend):
         super().__init__()
-        self.attention = Attention(config, layer, attend)
+        self.attention = Attention(config, layer, attend) if config.windows[layer] else None
         self.mlp = MLP(config)
 
     def forward(self, x, ve, cos, sin):
-        x = x + self.attention(norm(x), ve, cos, sin)
+        if self.attention is not None:
+            x = x + self.attention(norm(x), ve, cos, sin)
         return x + self.mlp(norm(x))
 
 
@@ -317,12 +321,13 @@ def initialise(model, seed):
         table.weight.uniform_(-s, s, generator=generator)
     for block in model.blocks:
         attention = block.attention
-        attention.q.weight.uniform_(-s, s, generator=generator)
-        attention.k.weight.uniform_(-s, s, generator=generator)
-        attention.v.weight.uniform_(-s, s, generator=generator)
-        attention.out.weight.zero_()
-        if attention.gate is not None:
-            attention.gate.weight.zero_()
+        if attention is not None:
+            attention.q.weight.uniform_(-s, s, generator=generator)
+            attention.k.weight.uniform_(-s, s, generator=generator)
+            attention.v.weight.uniform_(-s, s, generator=generator)
+            attention.out.weight.zero_()
+            if attention.gate is not None:
+                attention.gate.weight.zero_()
         block.mlp.up.weight.uniform_(-s, s, generator=generator)
         block.mlp.down.weight.zero_()
     if NGRAM_ROWS:
@@ -671,7 +676,7 @@ def probe_attention(attend, config):
     # For q, k, v and the output's gradient:
     heads = (config.n_head, config.n_kv_head, config.n_kv_head, config.n_head)
     shapes = [(2, config.sequence_len, count, config.head_dim) for count in heads]
-    for window in sorted(set(config.windows)):
+    for window in sorted(set(config.windows) - {0}):
         tensors = [torch.randn(s, generator=generator).to(DEVICE, config.dtype) for s in shapes]
         results = []
         for function, precision in ((attend, config.dtype), (attend_sdpa, torch.float32)):

@@ -31,7 +31,7 @@ def import_profile(monkeypatch, profile):
     [
         ("full", 8, 512, {1024, 2048}, 2),
         ("medium", 4, 512, {256, 2048}, 1),
-        ("small", 3, 192, {32, 512}, 1),
+        ("small", 3, 192, {0, 32, 512}, 1),
     ],
 )
 def test_the_knobs_of_a_profile_fit_each_other(
@@ -99,6 +99,15 @@ def test_attention_gets_the_right_inputs():
     ve = model.value_embeddings["1"](idx)
     expected = F.linear(x, attention.v.weight) + gate.repeat_interleave(32, -1) * ve
     torch.testing.assert_close(v.flatten(2), expected)
+
+
+def test_a_layer_without_a_window_has_no_attention():
+    """Its block adds the MLP alone."""
+    model = build(tiny(windows=[0, 32]))
+    [block, other] = model.blocks
+    assert (block.attention is None, other.attention is None) == (True, False)
+    x = torch.randn(2, 32, 64)
+    torch.testing.assert_close(block(x, None, None, None), x + block.mlp(train.norm(x)))
 
 
 def test_the_x0_weight_adds_the_embedding_before_the_layer():

@@ -35,13 +35,15 @@ def test_sizes_are_rounded_aloud(monkeypatch, capsys):
     [
         ("SSSL", 7, 6, 2, [7, 7, 7, 512, 7, 512], [1, 3, 5]),
         ("S", 7, 3, 2, [7, 7, 512], [0, 2]),
+        ("NSSL", 7, 6, 2, [0, 7, 7, 512, 0, 512], [1, 3, 5]),
+        ("N", 7, 3, 1, [0, 0, 512], [2]),
         ("SSSL", 0, 5, 3, [512] * 5, [1, 4]),
         ("SL", 7, 1, 0, [512], []),
         ("SL", 600, 2, 0, [512, 512], []),
     ],
 )
 def test_the_last_layer_is_never_short(monkeypatch, pattern, short, depth, every, windows, values):
-    """Layers with value embeddings are counted from the last."""
+    """Layers with value embeddings are counted from the last, and have attention."""
     set_knobs(monkeypatch, WINDOW_PATTERN=pattern, SHORT_WINDOW=short, DEPTH=depth, VE_EVERY=every)
     config = train.derive_config(100, torch.float32)
     assert (config.windows, config.value_layers) == (windows, values)
