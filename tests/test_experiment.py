@@ -265,6 +265,13 @@ def log_idea(night, idea, score, knob=0):
     night.git("reset", "-q", "--hard", "best")
 
 
+def test_what_comes_before_the_baseline_is_no_idea():
+    """Nor is a run of best, however it was logged."""
+    night = "a crash, b keep, b crash, c discard, b keep, c keep, d again, a crash"
+    rows = [dict(zip(("commit", "status"), row.split())) for row in night.split(", ")]
+    assert experiment.ideas_of(rows) == [{"commit": "c", "status": "discard"}]
+
+
 def test_knobs_and_code_are_counted(night):
     lines = {
         3: "ideas 3: 3 code, 0 knobs; next one: code",

@@ -160,11 +160,15 @@ def score_to_beat(rows):
 
 
 def ideas_of(rows):
-    """Returns the rows of ideas: without the baseline, and without runs of best."""
+    """Returns the rows of ideas, each once: what follows the first keep, which is the baseline, but
+    for runs of best."""
+    baseline = next((i for i, row in enumerate(rows) if sets_score(row)), len(rows))
+    known = {row["commit"] for row in rows[: baseline + 1]}
     first = {}
-    for row in rows:
-        first.setdefault(row["commit"], row)
-    return [row for row in list(first.values())[1:] if row["status"] != "again"]
+    for row in rows[baseline + 1 :]:
+        if row["commit"] not in known:
+            first.setdefault(row["commit"], row)
+    return [row for row in first.values() if row["status"] != "again"]
 
 
 # ---- Runs ----
