@@ -212,7 +212,13 @@ def test_a_run_that_hangs_is_ended_and_one_that_was_not_set_up_is_repeated(night
             "number of tokens: 0.906437, 0.006437 worse, if it costs no time",
         ),
         (0.905, 900, 0.004096, "number of tokens: 0.892357, 0.007643 better, if it"),
-        (0.9, 2000, 0.004096, "number of tokens: unknown, since this run saw 2.00 times as many"),
+        (
+            0.9,
+            2000,
+            0.004096,
+            "number of tokens: unknown, since this run saw 2.00 times as many\n"
+            "if that is the machine, crash it, `run --repeat` best, keep that, apply it again\n",
+        ),
         (0.9, 2000, 0.002048, "number of tokens: 0.900000, 0.000000 worse"),
     ],
 )

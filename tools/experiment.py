@@ -303,6 +303,7 @@ def compare(log, best, to_beat):
     tokens = ratio("total_tokens_M")
     if tokens > 0 and abs(math.log(tokens)) > FAR:
         print(f"at best's number of tokens: unknown, since this run saw {tokens:.2f} times as many")
+        print("if that is the machine, crash it, `run --repeat` best, keep that, apply it again")
     elif tokens > 0:
         score = log.score + LOSS_PER_E * math.log(tokens)
         flops = ratio("flops_per_token") - 1
