@@ -320,6 +320,7 @@ def test_best_is_trained_again_where_the_machine_has_changed(night):
         out = night.call(verdict, "idea", code=2)
         assert "does not compare with best: data aa -> cc; restore that" in out
     night.call("crash", "another text")
+    assert night.rows()[-1][4] == "idea: another text (val_bpb 0.850000)"
     assert "has a row; change train.py first, or `run --repeat` best" in night.call("run", code=2)
     night.call("run", "--repeat", "--wait", 0, DATA="cc")
     night.wait()

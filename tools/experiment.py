@@ -470,7 +470,7 @@ def judge(status, text):
             text = f"{subject}: {text}"
         score, memory = "", "0"
         if status == "crash":
-            text += f" ({log.problem})" if log.problem else ""
+            text += f" ({log.problem or f'val_bpb {log.score:.6f}'})"
         elif log.problem:
             fail(f"this run has no valid score ({log.problem}); mend it and `run`, or `crash` it.")
         elif is_elsewhere(log):
