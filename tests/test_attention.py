@@ -78,6 +78,11 @@ def test_rounding_to_bf16_passes():
     train.probe_attention(train.attend_blocks, config)
 
 
+def test_a_layer_without_attention_is_not_probed():
+    """With a window of 0 no gradient would reach q and k, and an error relative to it be NaN."""
+    train.probe_attention(train.attend_blocks, tiny(windows=[0, 32]))
+
+
 # ---- Choosing a back-end ----
 def load_nothing():
     raise ImportError("no such\nmodule")

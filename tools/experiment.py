@@ -165,7 +165,7 @@ def ideas_of(rows):
     baseline = next((i for i, row in enumerate(rows) if sets_score(row)), len(rows))
     known = {row["commit"] for row in rows[: baseline + 1]}
     first = {}
-    for row in rows[baseline + 1 :]:
+    for row in rows:
         if row["commit"] not in known:
             first.setdefault(row["commit"], row)
     return [row for row in first.values() if row["status"] != "again"]
