@@ -88,6 +88,10 @@ LOGS = {
         },
     ),
     "kept twice": (AGAIN.replace("{status}", "keep"), {}),
+    "a crash first": (
+        HEADER + row("a700000", "", "crash", "too large") + NIGHT.removeprefix(HEADER),
+        {"title": "4 experiments, 2 kept: 1.0000 to 0.9700, not audited", "gains": [0.02, 0.01]},
+    ),
     "crash": (HEADER + row("a", "", "crash", "x"), {"gains": [], "title": ""}),
 }
 
