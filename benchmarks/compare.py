@@ -3,12 +3,12 @@ Measures what a change is worth, by running versions in turn.
 
     uv run benchmarks/compare.py ../before . --cache /tmp/before /tmp/after
     uv run benchmarks/compare.py ../before . --seconds 60 --pairs 7
-    uv run benchmarks/compare.py --steps 40 ../before . .:LOGIT_SOFTCAP=0 .:KV_HEADS=1,DEPTH=6
+    uv run benchmarks/compare.py --steps 40 best . .:LOGIT_SOFTCAP=0 .:KV_HEADS=1,DEPTH=6
 
-An argument is a folder with a prepare.py and a train.py. Before whole runs, each side prepares its
-cache and compiles in a short run that is not counted. Both runs of a pair have the same seed, the
-next pair the next seed and the other order. A pair is left out if a run fails or is not `integrity:
-ok`. Ctrl-C prints the table so far.
+An argument is a folder with a prepare.py and a train.py, or a commit that has them. Before whole
+runs, each side prepares its cache and compiles in a short run that is not counted. Both runs of a
+pair have the same seed, the next pair the next seed and the other order. A pair is left out if a
+run fails or is not `integrity: ok`. Ctrl-C prints the table so far.
 With --steps an argument may also set knobs, and all arguments take steps on random tokens in turn
 in one process, since the machine's speed may drift by more than a change is worth. Their ratio is
 the speed relative to the first argument, the median over the turns.
@@ -16,6 +16,7 @@ the speed relative to the first argument, the median over the turns.
 
 import argparse
 import math
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -32,6 +33,7 @@ from benchmarks.common import (
     run_training,
 )
 
+SCRIPTS = ("prepare.py", "train.py")
 SIDES = ("before", "after")
 MEASURES = {  # key: its format
     "tokens_per_second": ".0f",
@@ -44,6 +46,18 @@ MEASURES = {  # key: its format
 }
 WARM_SECONDS = 5  # of training in a run that is not counted
 FIRST_SEED = 42
+
+
+def find_folder(name, place):
+    """Returns the folder of that name, or `place` with the scripts of the commit of that name."""
+    if Path(name).is_dir():
+        return Path(name)
+    place.mkdir()
+    for script in SCRIPTS:
+        shown = subprocess.run(["git", "show", f"{name}:./{script}"], capture_output=True)
+        if shown.returncode == 0:
+            Path(place, script).write_bytes(shown.stdout)
+    return place
 
 
 # ---- Whole runs ----
@@ -151,27 +165,27 @@ def build(train):
     return train.TOTAL_BATCH_SIZE, take_step
 
 
-def compare_steps(arguments, steps):
+def compare_steps(args):
     with tempfile.TemporaryDirectory() as place:
         subjects = []
-        for number, argument in enumerate(arguments):
-            folder, _, setting = argument.partition(":")
+        for number, (folder, setting) in enumerate(zip(args.folders, args.settings, strict=True)):
             copy = Path(place, str(number))
             copy.mkdir()
-            copy_scripts(copy, setting.replace(",", " "), folder=folder)
+            copy_scripts(copy, setting, folder=folder)
             subjects.append(build(import_train(copy)))
-        turns = [[take_step() for _, take_step in subjects] for _ in range(steps)]
+        turns = [[take_step() for _, take_step in subjects] for _ in range(args.steps)]
     print_header("train.py", "step, ms", "tokens/s", "ratio")
     first = subjects[0][0]
-    for i, (argument, (tokens, _)) in enumerate(zip(arguments, subjects, strict=True)):
+    for i, (argument, (tokens, _)) in enumerate(zip(args.subjects, subjects, strict=True)):
         seconds = median(turn[i] for turn in turns)
         ratio = median(turn[0] / turn[i] for turn in turns) * tokens / first
         print_row(argument, f"{1000 * seconds:.0f}", f"{tokens / seconds:.0f}", f"{ratio:.3f}")
 
 
-def parse_arguments():
+def parse_arguments(place):
+    """Returns the arguments, with a folder and a setting for each. Commits go below `place`."""
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
-    parser.add_argument("folders", nargs="+", metavar="FOLDER[:KNOB=value,...]")
+    parser.add_argument("subjects", nargs="+", metavar="FOLDER_OR_COMMIT[:KNOB=value,...]")
     parser.add_argument("--steps", type=int, help="compare this many steps, not whole runs")
     parser.add_argument("--seconds", type=float, default=300, help="training time per run (300)")
     parser.add_argument("--pairs", type=int, default=5)
@@ -184,27 +198,29 @@ def parse_arguments():
         help="an AUTORESEARCH_CACHE for each side; default: the usual one for both",
     )
     args = parser.parse_args()
-    paths = [Path(argument.partition(":")[0]) for argument in args.folders]
-    for folder in paths:
-        if not all((folder / name).is_file() for name in ("prepare.py", "train.py")):
-            parser.error(f"{folder} does not hold a prepare.py and a train.py")
+    names = [subject.partition(":")[0] for subject in args.subjects]
+    args.settings = [subject.partition(":")[2].replace(",", " ") for subject in args.subjects]
+    args.folders = [find_folder(name, Path(place, str(i))) for i, name in enumerate(names)]
+    for name, folder in zip(names, args.folders, strict=True):
+        if not all((folder / script).is_file() for script in SCRIPTS):
+            parser.error(f"{name} is no folder or commit that holds a prepare.py and a train.py")
     if args.steps:
         return args
-    if len(paths) != 2 or any(":" in argument for argument in args.folders):
+    if len(names) != 2 or any(args.settings):
         parser.error("whole runs compare two folders; for knobs give --steps, or use sweep.py")
-    args.folders = paths
-    before, after = ((folder / "prepare.py").read_bytes() for folder in paths)
+    before, after = ((folder / "prepare.py").read_bytes() for folder in args.folders)
     if args.cache[0] == args.cache[1] and before != after:
         parser.error("the two prepare.py differ; give each its own cache: --cache BEFORE AFTER")
     return args
 
 
 def main():
-    args = parse_arguments()
-    if args.steps:
-        compare_steps(args.folders, args.steps)
-    else:
-        compare_runs(args)
+    with tempfile.TemporaryDirectory() as place:
+        args = parse_arguments(place)
+        if args.steps:
+            compare_steps(args)
+        else:
+            compare_runs(args)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -99,6 +100,23 @@ def test_steps_in_turn(call, monkeypatch):
         step_ms, speed, ratio = map(float, table[argument])
         assert speed == pytest.approx(1000 * tokens / step_ms, rel=0.2)
         assert ratio == pytest.approx(speed / float(table[one][1]), rel=0.3)
+
+
+def test_a_commit_stands_for_its_scripts(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in compare.SCRIPTS:
+        Path(name).write_text(f"committed {name}")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
+        subprocess.run(["git", *command], check=True)
+    Path("train.py").write_text("edited")
+    place = compare.find_folder("HEAD", tmp_path / "place")
+    for name in compare.SCRIPTS:
+        assert (place / name).read_text() == f"committed {name}"
+    with pytest.raises(SystemExit) as ended:
+        call(compare.main, "--steps", 1, "HEAD", "bset:DEPTH=1", ".")
+    assert ended.value.code == 2
+    assert "error: bset is no folder or commit that holds a prepare.py" in capsys.readouterr().err
 
 
 # ---- Leaks ----
