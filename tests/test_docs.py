@@ -79,8 +79,8 @@ def test_the_rule_of_program_md_is_the_one_of_the_tool():
     words = " ".join(PROGRAM.split())
     assert experiment.FIRST_CODE == 12 and "The first twelve" in words
     assert experiment.KNOB_SHARE == 4 and "at most one in four" in words
-    assert f"add {experiment.LOSS_PER_E / 100:.4f} for each 1 %" in words
-    assert f"10 % fewer tokens cost about {-experiment.LOSS_PER_E * math.log(0.9):.3f}." in words
+    least, most = (-experiment.loss_per_e(tokens) * math.log(0.9) for tokens in (10, 1))
+    assert f"10 % fewer tokens cost {least:.3f} to {most:.3f}." in words
     for name in ("next.py", "ideas.log"):
         command = ["git", "check-ignore", "-q", name]
         assert f"`{name}`" in PROGRAM and subprocess.run(command, cwd=ROOT).returncode == 0

@@ -48,11 +48,8 @@ SAVE = (
     "judge the run, and put the edit back: git apply -3 edit.log"
 )
 MOVE = "restore that and `run --repeat`; if you cannot, crash it, `run --repeat` best and keep that"
-# Bits per byte per factor e of tokens. On two cores 0.10 to 0.145 were measured on English and 0.05
-# to 0.10 on Python sources in 1400 steps, and 0.19 on both in 800; Chinchilla's law (arXiv
-# 2203.15556) gives `full` 0.13.
-LOSS_PER_E = 0.12
-FAR = 0.3  # in such factors, beyond which that line no longer holds
+FEW_TOKENS = 5  # million
+FAR = 0.3  # factors e of tokens, beyond which runs do not compare
 FIRST_CODE = 12  # ideas, before the first that turns only knobs; later one in KNOB_SHARE may
 KNOB_SHARE = 4
 COMBINE_AFTER = 15  # ideas
@@ -290,6 +287,13 @@ def is_elsewhere(log):
     return bool(differences(log)) and log.commit != best_commit()
 
 
+def loss_per_e(tokens):
+    """Returns the bits per byte that a factor e of tokens is worth in a run of so many million. On
+    two cores 0.18 to 0.35 were measured below 4 million, 0.12 and 0.21 from 4 to 5, and 0.05 to
+    0.145 above. Chinchilla's law (arXiv 2203.15556) gives `full` 0.13."""
+    return 0.19 if tokens < FEW_TOKENS else 0.12
+
+
 def compare(log, best, to_beat):
     """Prints how two runs compare, as they are and at equal steps."""
 
@@ -305,10 +309,12 @@ def compare(log, best, to_beat):
         print(f"at best's number of tokens: unknown, since this run saw {tokens:.2f} times as many")
         print("if that is the machine, crash it, `run --repeat` best, keep that, apply it again")
     elif tokens > 0:
-        score = log.score + LOSS_PER_E * math.log(tokens)
+        per_e = loss_per_e(best.number("total_tokens_M"))
         flops = ratio("flops_per_token") - 1
         work = f" (FLOPs per token: {flops:+.0%})" if abs(flops) > 0.005 else ""
-        print(f"at best's number of tokens: {versus(score)}, if it costs no time{work}")
+        print(f"at best's number of tokens: {versus(log.score + per_e * math.log(tokens))}")
+        cost = f"{per_e / 100:.4f} per 1 % that the change adds to a step"
+        print(f"add {cost}, or take off as much per 1 % saved{work}")
 
 
 def show(log, rows):
@@ -444,6 +450,8 @@ def prepare_run(message, rows, repeat):
         start(head, rows)
     elif log.problem and (repeat or log.code in (None, 2)) or repeat and is_elsewhere(log):
         start(head, rows)  # with code 2 it was not set up
+    elif repeat:
+        print("this run has ended and waits for a verdict; it is not repeated")
 
 
 def run(message, seconds, repeat):
