@@ -270,12 +270,10 @@ def load():
 def current_commit():
     """Returns the short hash, `+dirty` if tracked files differ; without git AUTORESEARCH_COMMIT."""
     command = ["git", "describe", "--always", "--dirty=+dirty", "--exclude=*"]
-    elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")  # may name another repository
-    own = {key: value for key, value in os.environ.items() if key not in elsewhere}
     commit = ""
     with contextlib.suppress(OSError):  # no git
-        options = {"cwd": Path(__file__).parent, "env": own, "capture_output": True}
-        commit = subprocess.run(command, **options).stdout.decode().strip()
+        shown = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True)
+        commit = shown.stdout.decode().strip()
     return commit or os.environ.get("AUTORESEARCH_COMMIT") or "none"
 
 

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import sys
+import timeit
 
 import prepare
 import train
@@ -69,14 +70,17 @@ def test_a_knob_that_does_not_fit_is_refused(monkeypatch, capsys, knob, value):
 @pytest.mark.parametrize(
     ("device", "has", "dtype"),
     [
-        ("cpu", {"avx512_bf16": False}, torch.float32),
-        ("cpu", {"amx_bf16": True}, torch.bfloat16),
+        ("cpu", {torch.float32: 2, torch.bfloat16: 1}, torch.bfloat16),
+        ("cpu", {torch.float32: 1, torch.bfloat16: 2}, torch.float32),
+        ("cpu", {torch.float32: 1, torch.bfloat16: 0.9}, torch.float32),  # noise may decide
+        ("mps", {torch.float32: 2, torch.bfloat16: 1}, torch.float32),  # for the CPU
         ("cuda", (7, 5), torch.float16),
         ("cuda", (8, 0), torch.bfloat16),
     ],
 )
-def test_a_device_computes_in_bf16_where_it_has_it(monkeypatch, device, has, dtype):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+def test_a_device_computes_in_bf16_where_that_is_fast(monkeypatch, device, has, dtype):
+    """`has` are the seconds of a CPU's product, or a GPU's capability."""
+    monkeypatch.setattr(timeit, "repeat", lambda product, number: [9, has[product().dtype], 9])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: has)
     set_knobs(monkeypatch, DEVICE=torch.device(device))
     assert train.choose_dtype() == dtype
