@@ -205,14 +205,20 @@ def test_a_run_that_hangs_is_ended_and_one_that_was_not_set_up_is_repeated(night
     ("score", "steps", "batch", "line"),
     [
         # best saw 4 million; 0.19 * ln(1.1) is 0.0181
-        (0.895, 1100, 0.004096, "number of tokens: 0.913109, 0.013109 worse\nadd 0.0019 per 1 %"),
+        (
+            0.895,
+            1100,
+            0.004096,
+            "number of tokens: 0.913109, 0.013109 worse\nto that add 0.0019 per",
+        ),
         (0.905, 900, 0.004096, "number of tokens: 0.884982, 0.015018 better\n"),
         (
             0.9,
             2000,
             0.004096,
             "number of tokens: unknown, since this run saw 2.00 times as many\n"
-            "if that is the machine, crash it, `run --repeat` best, keep that, apply it again\n",
+            "if that was the machine, `run --repeat`; if it stays as it is, crash this run,\n"
+            "`run --repeat` best, keep that, and apply this idea again\n",
         ),
         (0.9, 2000, 0.002048, "number of tokens: 0.900000, 0.000000 worse"),
     ],
@@ -227,11 +233,25 @@ def test_a_run_compares_with_best_at_equal_steps(night, score, steps, batch, lin
     assert f"\nat best's {line}" in out
 
 
+def test_a_run_at_another_speed_is_repeated(night):
+    assert "this run saw 2.00 times as many\n" in run_idea(night, "idea", 0.8, STEPS=2000)
+    out = night.call("run", "--repeat", STEPS=1100)
+    assert "training " in out and "tokens: 0.818109, 0.081891 better\n" in out
+    out = night.call("run", "--repeat", STEPS=1000)
+    assert "it is not repeated\n" in out and "tokens: 0.818109" in out
+    night.call("keep", "idea")
+    night.call("run", "--repeat", "--wait", 0, STEPS=3000)
+    night.wait()
+    assert "it is not repeated\n" in night.call("run", "--repeat")  # best, at its new speed
+
+
 def test_a_token_is_worth_less_in_a_long_run(night):
     run_idea(night, "longer", 0.85, STEPS=1300)  # 5.3 million
     night.call("keep", "longer")
     out = run_idea(night, "shorter", 0.86, STEPS=1170)  # 0.12 * ln(0.9) is -0.0126
-    assert "tokens: 0.847357, 0.002643 better\nadd 0.0012 per 1 % that the change adds" in out
+    assert (
+        "tokens: 0.847357, 0.002643 better\nto that add 0.0012 per 1 % that the change adds" in out
+    )
 
 
 def test_fewer_flops_are_told_and_a_foreign_train_py_has_none(night):
@@ -406,7 +426,9 @@ def test_what_has_no_score_is_trained_again_or_crashes(night, tmp_path):
     )
     night.call("run", TRAINED=trained)
     assert not trained.exists()  # shown, not trained
-    assert "no valid score: FAIL" in night.call("run", "--repeat", FLAG="FAIL causality")
+    out = night.call("run", "--repeat", FLAG="FAIL causality")
+    assert "no valid score: FAIL" in out and "val_bpb" not in out
+    assert "\ntokens_per_second: 18000; best: 18000\n" in out  # tells a stall from a slow idea
     for verdict in ("keep", "discard"):
         assert "no valid score (FAIL causality)" in night.call(verdict, "leak", code=2)
     night.call("crash", "leak")

@@ -287,6 +287,17 @@ def is_elsewhere(log):
     return bool(differences(log)) and log.commit != best_commit()
 
 
+def tokens_ratio(log):
+    """Returns how many times the tokens of best's run a run saw, NaN if that is unknown."""
+    return log.number("total_tokens_M") / Log(BEST).number("total_tokens_M")
+
+
+def is_far(log):
+    """Whether an idea's run had so much more or less speed than best's that it may be repeated."""
+    ratio = tokens_ratio(log)
+    return ratio > 0 and abs(math.log(ratio)) > FAR and log.commit != best_commit()
+
+
 def loss_per_e(tokens):
     """Returns the bits per byte that a factor e of tokens is worth in a run of so many million. On
     two cores 0.18 to 0.35 were measured below 4 million, 0.12 and 0.21 from 4 to 5, and 0.05 to
@@ -300,21 +311,19 @@ def compare(log, best, to_beat):
     def versus(score):
         return f"{score:.6f}, {abs(to_beat - score):.6f} {'better' if score < to_beat else 'worse'}"
 
-    def ratio(key):  # NaN if best has no log
-        return log.number(key) / best.number(key)
-
     print(f"{versus(log.score)} than {to_beat:.6f}, the score to beat")
-    tokens = ratio("total_tokens_M")
-    if tokens > 0 and abs(math.log(tokens)) > FAR:
+    tokens = tokens_ratio(log)
+    if is_far(log):
         print(f"at best's number of tokens: unknown, since this run saw {tokens:.2f} times as many")
-        print("if that is the machine, crash it, `run --repeat` best, keep that, apply it again")
+        print("if that was the machine, `run --repeat`; if it stays as it is, crash this run,")
+        print("`run --repeat` best, keep that, and apply this idea again")
     elif tokens > 0:
         per_e = loss_per_e(best.number("total_tokens_M"))
-        flops = ratio("flops_per_token") - 1
+        flops = log.number("flops_per_token") / best.number("flops_per_token") - 1
         work = f" (FLOPs per token: {flops:+.0%})" if abs(flops) > 0.005 else ""
         print(f"at best's number of tokens: {versus(log.score + per_e * math.log(tokens))}")
         cost = f"{per_e / 100:.4f} per 1 % that the change adds to a step"
-        print(f"add {cost}, or take off as much per 1 % saved{work}")
+        print(f"to that add {cost}, or take off as much per 1 % saved{work}")
 
 
 def show(log, rows):
@@ -327,12 +336,15 @@ def show(log, rows):
     lines = [line[:200] for line in log.text.splitlines() if line.strip() and line[:5] != "exit "]
     for line in filter(NOTICES.match, lines):
         print(line)
-    if log.problem:
-        print(*lines[-6:], f"no valid score: {log.problem}", sep="\n")
-        return
-    for key in SHOWN:
+    if "integrity" not in log.block:
+        print(*lines[-6:], sep="\n")
+    for key in filter(log.block.get, SHOWN):
         beside = f"; best: {best.block.get(key)}" if best.block else ""
-        print(f"{key}: {log.block.get(key)}{beside}")
+        if key != "val_bpb" or not log.problem:
+            print(f"{key}: {log.block[key]}{beside}")
+    if log.problem:
+        print(f"no valid score: {log.problem}")
+        return
     changed = differences(log)
     if changed:
         print(f"does not compare with best: {changed}")
@@ -448,8 +460,10 @@ def prepare_run(message, rows, repeat):
         if find_row(rows, head) and not repeat:
             fail(f"HEAD is {head}, which has a row; change train.py first, or `run --repeat` best.")
         start(head, rows)
-    elif log.problem and (repeat or log.code in (None, 2)) or repeat and is_elsewhere(log):
+    elif log.problem and (repeat or log.code in (None, 2)):
         start(head, rows)  # with code 2 it was not set up
+    elif repeat and (is_elsewhere(log) or is_far(log)):
+        start(head, rows)
     elif repeat:
         print("this run has ended and waits for a verdict; it is not repeated")
 
@@ -582,7 +596,7 @@ def main():
     train = commands.add_parser("run")
     train.add_argument("text", nargs="?", help="the idea in a few words")
     train.add_argument(
-        "--repeat", action="store_true", help="train best, or an idea without a score, anew"
+        "--repeat", action="store_true", help="train best anew, or an idea without a fair score"
     )
     train.add_argument("--wait", type=float, default=540, help="at most so many seconds (540)")
     for verdict in ("keep", "discard", "crash"):
