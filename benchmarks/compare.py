@@ -10,8 +10,9 @@ runs, each side prepares its cache and compiles in a short run that is not count
 pair have the same seed, the next pair the next seed and the other order. A pair is left out if a
 run fails or is not `integrity: ok`. Ctrl-C prints the table so far.
 With --steps an argument may also set knobs, and all arguments take steps on random tokens in turn
-in one process, since the machine's speed may drift by more than a change is worth. Their ratio is
-the speed relative to the first argument, the median over the turns.
+in one process, since the machine's speed may drift by more than a change is worth. `ratio` is the
+speed relative to the first argument, the median over the turns, of which half lie between the
+quartiles. It may differ from the ratio of the medians beside it, and is the one to trust.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root of the repository
@@ -173,20 +174,23 @@ def compare_steps(args):
             copy.mkdir()
             copy_scripts(copy, setting, folder=folder)
             subjects.append(build(import_train(copy)))
+            print(f"{args.subjects[number]} is ready", flush=True)
         turns = [[take_step() for _, take_step in subjects] for _ in range(args.steps)]
-    print_header("train.py", "step, ms", "tokens/s", "ratio")
+    print_header("train.py", "step, ms", "tokens/s", "ratio", "quartiles")
     first = subjects[0][0]
     for i, (argument, (tokens, _)) in enumerate(zip(args.subjects, subjects, strict=True)):
         seconds = median(turn[i] for turn in turns)
-        ratio = median(turn[0] / turn[i] for turn in turns) * tokens / first
-        print_row(argument, f"{1000 * seconds:.0f}", f"{tokens / seconds:.0f}", f"{ratio:.3f}")
+        ratios = [turn[0] / turn[i] * tokens / first for turn in turns]
+        low, ratio, high = quantiles(ratios, n=4, method="inclusive")
+        speed = (f"{1000 * seconds:.0f}", f"{tokens / seconds:.0f}", f"{ratio:.3f}")
+        print_row(argument, *speed, f"{low:.3f} to {high:.3f}")
 
 
 def parse_arguments(place):
     """Returns the arguments, with a folder and a setting for each. Commits go below `place`."""
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("subjects", nargs="+", metavar="FOLDER_OR_COMMIT[:KNOB=value,...]")
-    parser.add_argument("--steps", type=int, help="compare this many steps, not whole runs")
+    parser.add_argument("--steps", type=int, help="compare this many steps (2 or more) in turn")
     parser.add_argument("--seconds", type=float, default=300, help="training time per run (300)")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
