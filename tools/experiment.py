@@ -292,10 +292,11 @@ def tokens_ratio(log):
     return log.number("total_tokens_M") / Log(BEST).number("total_tokens_M")
 
 
-def is_far(log):
-    """Whether an idea's run had so much more or less speed than best's that it may be repeated."""
-    ratio = tokens_ratio(log)
-    return ratio > 0 and abs(math.log(ratio)) > FAR and log.commit != best_commit()
+def is_far(log, ratio=1.0):
+    """Whether the machine was so much faster or slower in an idea's run than in best's that they
+    do not compare. `ratio` is the speed of the idea's steps over that of best's."""
+    machine = tokens_ratio(log) / ratio
+    return machine > 0 and abs(math.log(machine)) > FAR and log.commit != best_commit()
 
 
 def loss_per_e(tokens):
@@ -305,28 +306,29 @@ def loss_per_e(tokens):
     return 0.19 if tokens < FEW_TOKENS else 0.12
 
 
-def compare(log, best, to_beat):
-    """Prints how two runs compare, as they are and at equal steps."""
+def compare(log, best, to_beat, ratio):
+    """Prints how two runs compare, as they are and as if the machine had been as fast."""
 
     def versus(score):
         return f"{score:.6f}, {abs(to_beat - score):.6f} {'better' if score < to_beat else 'worse'}"
 
     print(f"{versus(log.score)} than {to_beat:.6f}, the score to beat")
     tokens = tokens_ratio(log)
-    if is_far(log):
-        print(f"at best's number of tokens: unknown, since this run saw {tokens:.2f} times as many")
+    times = f"{ratio} times " if ratio != 1 else ""
+    line = f"at {times}best's number of tokens:"
+    if is_far(log, ratio):
+        print(f"{line} unknown, since it saw {tokens:.2f} times as many")
         print("if that was the machine, `run --repeat`; if it stays as it is, crash this run,")
         print("`run --repeat` best, keep that, and apply this idea again")
     elif tokens > 0:
         per_e = loss_per_e(best.number("total_tokens_M"))
         flops = log.number("flops_per_token") / best.number("flops_per_token") - 1
         work = f" (FLOPs per token: {flops:+.0%})" if abs(flops) > 0.005 else ""
-        print(f"at best's number of tokens: {versus(log.score + per_e * math.log(tokens))}")
-        cost = f"{per_e / 100:.4f} per 1 % that the change adds to a step"
-        print(f"to that add {cost}, or take off as much per 1 % saved{work}")
+        unless = "" if times else ", if it costs no time"
+        print(f"{line} {versus(log.score + per_e * math.log(tokens / ratio))}{unless}{work}")
 
 
-def show(log, rows):
+def show(log, rows, ratio=1.0):
     """Prints what matters of a run, and how it compares with that of best."""
     best = Log(BEST)
     kind = ""
@@ -349,7 +351,7 @@ def show(log, rows):
     if changed:
         print(f"does not compare with best: {changed}")
     elif score_to_beat(rows) is not None and log.commit != best_commit():
-        compare(log, best, score_to_beat(rows))
+        compare(log, best, score_to_beat(rows), ratio)
 
 
 # ---- The night ----
@@ -468,10 +470,12 @@ def prepare_run(message, rows, repeat):
         print("this run has ended and waits for a verdict; it is not repeated")
 
 
-def run(message, seconds, repeat):
+def run(message, seconds, repeat, ratio):
+    if ratio <= 0:
+        fail("--ratio is above 0; take the one that benchmarks/compare.py prints.")
     with changing() as rows:
         prepare_run(message, rows, repeat)
-    show(wait(seconds), rows)
+    show(wait(seconds), rows, ratio)
 
 
 def judge(status, text):
@@ -599,6 +603,7 @@ def main():
         "--repeat", action="store_true", help="train best anew, or an idea without a fair score"
     )
     train.add_argument("--wait", type=float, default=540, help="at most so many seconds (540)")
+    train.add_argument("--ratio", type=float, default=1.0, help="what benchmarks/compare.py prints")
     for verdict in ("keep", "discard", "crash"):
         commands.add_parser(verdict).add_argument("text", help="what was learned")
     args = parser.parse_args()
@@ -614,7 +619,7 @@ def main():
         if not branch.startswith("autoresearch/"):
             fail(f"this is branch {branch or 'of no name'}, not the night's; git switch to it.")
         if args.command == "run":
-            run(args.text, args.wait, args.repeat)
+            run(args.text, args.wait, args.repeat, args.ratio)
         elif args.command:
             judge(args.command, args.text)
         rows = read_results()
