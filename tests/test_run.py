@@ -80,7 +80,7 @@ def test_a_knob_that_does_not_fit_is_refused(monkeypatch, capsys, knob, value):
 )
 def test_a_device_computes_in_bf16_where_that_is_fast(monkeypatch, device, has, dtype):
     """`has` are the seconds of a CPU's product, or a GPU's capability."""
-    monkeypatch.setattr(timeit, "repeat", lambda product, number: [9, has[product().dtype], 9])
+    monkeypatch.setattr(timeit, "repeat", lambda product, number, repeat: [9, has[product().dtype]])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: has)
     set_knobs(monkeypatch, DEVICE=torch.device(device))
     assert train.choose_dtype() == dtype
