@@ -166,16 +166,14 @@ def build(train):
     return train.TOTAL_BATCH_SIZE, take_step
 
 
-def compare_steps(args):
-    with tempfile.TemporaryDirectory() as place:
-        subjects = []
-        for number, (folder, setting) in enumerate(zip(args.folders, args.settings, strict=True)):
-            copy = Path(place, str(number))
-            copy.mkdir()
-            copy_scripts(copy, setting, folder=folder)
-            subjects.append(build(import_train(copy)))
-            print(f"{args.subjects[number]} is ready", flush=True)
-        turns = [[take_step() for _, take_step in subjects] for _ in range(args.steps)]
+def compare_steps(args, place):
+    subjects = []
+    for argument, folder, setting in zip(args.subjects, args.folders, args.settings, strict=True):
+        copy = Path(tempfile.mkdtemp(dir=place))
+        copy_scripts(copy, setting, folder=folder)
+        subjects.append(build(import_train(copy)))
+        print(f"{argument} is ready", flush=True)
+    turns = [[take_step() for _, take_step in subjects] for _ in range(args.steps)]
     print_header("train.py", "step, ms", "tokens/s", "ratio", "quartiles")
     first = subjects[0][0]
     for i, (argument, (tokens, _)) in enumerate(zip(args.subjects, subjects, strict=True)):
@@ -202,6 +200,8 @@ def parse_arguments(place):
         help="an AUTORESEARCH_CACHE for each side; default: the usual one for both",
     )
     args = parser.parse_args()
+    if args.steps == 1:
+        parser.error("a single step has no quartiles; take --steps 2 or more")
     names = [subject.partition(":")[0] for subject in args.subjects]
     args.settings = [subject.partition(":")[2].replace(",", " ") for subject in args.subjects]
     args.folders = [find_folder(name, Path(place, str(i))) for i, name in enumerate(names)]
@@ -222,7 +222,7 @@ def main():
     with tempfile.TemporaryDirectory() as place:
         args = parse_arguments(place)
         if args.steps:
-            compare_steps(args)
+            compare_steps(args, place)
         else:
             compare_runs(args)
 

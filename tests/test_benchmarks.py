@@ -115,9 +115,12 @@ def test_a_commit_stands_for_its_scripts(call, tmp_path, monkeypatch, capsys):
     for name in compare.SCRIPTS:
         assert (place / name).read_text() == f"committed {name}"
     with pytest.raises(SystemExit) as ended:
-        call(compare.main, "--steps", 1, "HEAD", "bset:DEPTH=1", ".")
+        call(compare.main, "--steps", 2, "HEAD", "bset:DEPTH=1", ".")
     assert ended.value.code == 2
     assert "error: bset is no folder or commit that holds a prepare.py" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        call(compare.main, "--steps", 1, "HEAD")
+    assert "error: a single step has no quartiles" in capsys.readouterr().err
 
 
 # ---- Leaks ----
